@@ -94,7 +94,7 @@ def open_pipe(method: str, *arguments: Any) -> Any:
 
 
 def first_batch(dataset: Any, sequences: int = 1, **options: Any) -> Any:
-    return next(iter(PlannedBatches(dataset, C, 2, sequences=sequences, **options)))
+    return next(iter(PlannedBatches(dataset, Costs(tokens=8), 2, sequences=sequences, **options)))
 
 
 class Twice(zbkern.SeparableFunction):

@@ -10,7 +10,7 @@ import torch
 
 from zbkern.pipeline import Costs, PlannedBatches
 from zbkern.planning.planner import native
-from zbkern.planning.planner.batch import PASSES, plan_batch
+from zbkern.planning.planner.batch import PASSES, best_batch_plan
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
 
@@ -205,11 +205,11 @@ def test_a_place_is_one_of_the_same_order() -> None:
 def test_a_step_is_planned_with_as_many_passes_as_are_asked_for(monkeypatch) -> None:
     asked = []
 
-    def noted(lengths, costs, **how):
-        asked.append(how["passes"])
-        return plan_batch(lengths, costs, **how)
+    def noted(request, lengths):
+        asked.append(request.passes)
+        return best_batch_plan(request, lengths)
 
-    monkeypatch.setattr("zbkern.pipeline.batches.plan_batch", noted)
+    monkeypatch.setattr("zbkern.pipeline.batches.best_batch_plan", noted)
     for passes in ({}, {"passes": 5000}):
         next(iter(PlannedBatches(dataset_of(8), COSTS, 2, sequences=8, multiple=8, **passes)))
     assert sorted({*asked}) == [5000, PASSES]

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from zbkern.pipeline.models.losses import IGNORED, TokenTargets, token_targets
 from zbkern.planning.costs.chunks import Costs
-from zbkern.planning.planner.batch import PASSES, BatchPlan, plan_batch, sequence_work
+from zbkern.planning.costs.memory import Limit
+from zbkern.planning.planner.batch import PASSES, BatchPlan, best_batch_plan, sequence_work
+from zbkern.planning.planner.request import BatchRequest, Placement
 from zbkern.schedules.units import some
 
 
@@ -70,8 +72,8 @@ class PlannedBatches:
         sequences: int | None = None,
         tokens: int | None = None,
         chunks: int | None = None,
-        placement: str | Sequence[int] | None = None,
-        memory_limit: float | None = None,
+        placement: Placement = None,
+        memory_limit: Limit = None,
         multiple: int = 128,
         packs: bool = True,
         passes: int = PASSES,
@@ -87,18 +89,20 @@ class PlannedBatches:
             )
         if not 0 <= replica < replicas:
             raise ValueError(f"PlannedBatches: replica must be from 0 to {replicas - 1}; got {replica}")
-        self._dataset, self._costs, self._seed, self._device = dataset, costs, seed, device
+        self._dataset, self._seed, self._device = dataset, seed, device
         self._sequences, self._tokens = sequences, tokens
         self._replica, self._replicas = replica, replicas
-        self._how: dict[str, Any] = {
-            "stages": stages,
-            "chunks": chunks,
-            "placement": placement,
-            "memory_limit": memory_limit,
-            "multiple": multiple,
-            "packs": packs,
-            "passes": passes,
-        }
+        self._request = BatchRequest(
+            function="PlannedBatches",
+            costs=costs,
+            stages=stages,
+            chunks=chunks,
+            placement=placement,
+            memory_limit=memory_limit,
+            multiple=multiple,
+            packs=packs,
+            passes=passes,
+        )
         self._epoch = self._first = 0  # of the epoch's order, the first sequence of the next step
 
     def state_dict(self) -> dict[str, int]:
@@ -152,7 +156,7 @@ class PlannedBatches:
         next_step = first + len(items)
         labelled = sum(int((labels[1:] != IGNORED).sum()) for *_, labels in items)
         items = self._share(items)
-        plan = plan_batch([len(item.tokens) for item in items], self._costs, **self._how)
+        plan = best_batch_plan(self._request, [len(item.tokens) for item in items])
         inputs, targets = [], []
         for row in plan.rows:
             own = [items[number] for number in row]
@@ -174,7 +178,7 @@ class PlannedBatches:
                 f"PlannedBatches: a step must have a sequence for each of the {self._replicas} replicas; got "
                 f"{len(items)}: raise tokens or sequences, or leave out the dataset's last ones"
             )
-        works = [sequence_work(self._costs, len(item.tokens)) for item in items]
+        works = [sequence_work(self._request.costs, len(item.tokens)) for item in items]
         load, mine = [0.0] * self._replicas, []
         for index in sorted(range(len(items)), key=lambda index: -works[index]):
             least = load.index(min(load))

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from zbkern.schedules.actions import Action, ScheduleError
 
+_MOST = 1_000_000  # more than tokens of any sequence are worth
+
 
 class Unit(NamedTuple):
     """What a schedule moves: a slice, by its number, of the slices of a microbatch; where there is one, all of it."""
@@ -40,6 +42,8 @@ def slice_lengths(call: str, slices: int | Sequence[int]) -> tuple[int, ...]:
 
     call: what takes them, for errors. Raises TypeError or ScheduleError for anything but numbers from 1 on.
     """
+    if isinstance(slices, int) and slices > _MOST:
+        raise ScheduleError(f"{call}: slices must be at most {_MOST}; got {slices}")
     lengths = (1,) * slices if isinstance(slices, int) else tuple(slices) if isinstance(slices, Sequence) else (slices,)
     if isinstance(slices, bool) or not all(isinstance(length, int) for length in lengths):
         raise TypeError(f"{call}: slices must be a number of slices, or the length of each; got {slices!r}")

@@ -181,7 +181,10 @@ def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
     [
         (["--microbatches", "0"], "argument --microbatches: expected a whole number, at least 1; got '0'"),
         (["--stages", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks x slices must be"),
-        (["--chunks", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks x slices must be"),
+        (
+            ["--chunks", str(10**20)],
+            "argument --chunks, --stages: plan: 3 x stages x microbatches x chunks x slices must be",
+        ),
         (["--stages", "9" * 5000], "argument --stages: expected a whole number, at least 1; got"),
         (["--memory", "lots"], "argument --memory: expected a limit such as 1.5x"),
         (["--memory", "0.1x"], "argument --memory: plan: no schedule fits memory_limit=0.3 on rank 0"),
@@ -194,8 +197,9 @@ def test_every_kind_of_file_is_written(run, tmp_path: Path) -> None:
         (["--slices", "9" * 5000], "argument --slices: expected auto, a number of slices, or lengths such as"),
         (["--placement", "9" * 5000], "argument --placement: expected linear, loop, v, zigzag or a rank per chunk"),
         (["--slices", "auto", "--schedule", "gpipe"], "argument --slices: gpipe is as it is told: give a number, or"),
-        (["--slices", str(10**20)], "argument --stages: plan: 3 x stages x microbatches x chunks x slices must be"),
-        (["--placement", "v"], 'argument --placement, --stages: plan: placement "v" needs chunks=2'),
+        (["--slices", str(10**20)], "argument --slices, --stages: plan: slices must be at most 1000000"),
+        (["--slices", "900000"], "argument --slices, --stages: plan: 3 x stages x microbatches x chunks x slices must"),
+        (["--placement", "v", "--chunks", "3"], 'argument --placement, --chunks, --stages: plan: placement "v" needs'),
         (
             ["--placement", "0,1,1"],
             "argument --placement, --stages: plan: placement must name every rank below 3 1 times",

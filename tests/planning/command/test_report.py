@@ -138,7 +138,9 @@ def layers(blocks: int, head: float) -> ModelCosts:
 def advice(found: Plan, costs: ModelCosts, limit: float | None = None, chunks: int | None = None) -> str:
     """chunks: as they were given; None where they were searched for."""
     memory = None if limit is None else (limit, False)
-    return "\n".join(report.idle_causes(Answer(Question(4, 4, Measured(costs), memory=memory, chunks=chunks), found)))
+    sizes = found.schedule.ranks, found.schedule.microbatches
+    question = Question(*sizes, Measured(costs), memory=memory, chunks=chunks)
+    return "\n".join(report.idle_causes(Answer(question, found)))
 
 
 @pytest.mark.parametrize("overhead", [0.0, 0.05])

@@ -102,7 +102,8 @@ LLAMA = Costs(20, 20, 10, 1, 1, 1.15)  # of a chunk
 def bound_of(costs: Costs, ranks: int, microbatches: int, chunks: int, memory: float) -> float:
     """memory: relative to 1F1B's."""
     limit = memory * ranks * chunks
-    given = problem_of(FlatCosts.of(costs, placement_of(None, ranks, chunks)[1]), microbatches, limit, "cost")
+    _, owners = placement_of("plan", ("linear", "v", "zigzag")[min(chunks, 3) - 1], ranks, chunks)
+    given = problem_of(FlatCosts.of(costs, owners), microbatches, limit, "cost")
     return cost_bound(given) / given.time_scale
 
 

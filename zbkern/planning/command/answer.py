@@ -9,11 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from zbkern.planning.command.published import published_timelines
-from zbkern.planning.command.question import Question, WrongArgument, option
+from zbkern.planning.command.question import Question, WrongArgument
 from zbkern.planning.command.remedies import halves, in_slices, savings, why_not
-from zbkern.planning.planner import Plan, PlanOptions, plan
-from zbkern.planning.planner.plan import judged
-from zbkern.planning.planner.request import Request
+from zbkern.planning.planner import Plan, PlanOptions
+from zbkern.planning.planner.plan import best_plan, judged
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
@@ -99,22 +98,12 @@ def answer(question: Question, progress: Callable[[str], None] = lambda line: No
         for saving, other in _fitting(savings(question)).items():
             reason += f"; it fits with {saving}, cost {duration(other.timeline.cost, other.timeline.unit)}"
         raise WrongArgument("--memory", reason) from error
-    except ValueError as error:  # everything else has been checked
-        given = {"placement": None, "chunks": None, "slices": 1}
-        named = [option(name) for name, default in given.items() if getattr(question, name) != default]
-        raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
 
 
 def search(question: Question, progress: Callable[[str], None] = lambda line: None) -> Plan:
     """The best plan, or that of the schedule that is named. Raises ScheduleError where nothing fits."""
-    options, slices = PlanOptions(progress=progress), question.slices
-    sizes = question.stages, question.microbatches, question.chunks, question.placement, question.limit
-    if question.schedule is not None:
-        request = Request(question.costs, *sizes, question.effort, slices, options, question.schedule)
-        return judged(request)
-    given: dict[str, Any] = {name: getattr(question, name) for name in ("speeds", "effort", "recompute")}
-    offload = question.offload is not None
-    return plan(question.costs, *sizes, **given, slices=slices, offload=offload, options=options)
+    request = replace(question.request, memory_limit=question.limit, options=PlanOptions(progress=progress))
+    return best_plan(request) if question.schedule is None else judged(request, question.named)
 
 
 def _fitting(ways: Mapping[str, Question]) -> dict[str, Plan]:

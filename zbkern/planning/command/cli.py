@@ -14,7 +14,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from zbkern import schedules
 from zbkern.planning import draw
 from zbkern.planning.command import from_config, launch, layouts, report
 from zbkern.planning.command.answer import answer
@@ -26,7 +25,6 @@ from zbkern.planning.costs.json_file import read_text
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.planner import Plan, native
 from zbkern.planning.simulation import comparison
-from zbkern.schedules.actions import ScheduleError
 
 _ABOUT = (
     "Finds the order of forwards (F), input gradients (B) and weight gradients (W) with the least idle time within a "
@@ -111,6 +109,12 @@ def _refuse(wrong: bool, argument: str, why: str) -> None:
 
 def _check_question(question: Question, path: Path | None) -> None:
     """Raises WrongArgument where arguments do not go together, and where nothing can be saved, or need be."""
+    try:
+        _ = question.request
+    except ValueError as error:
+        given = {"placement": None, "chunks": None, "slices": 1, "speeds": None}
+        named = [option(name) for name, default in given.items() if getattr(question, name) != default]
+        raise WrongArgument(", ".join([*named, "--stages"]), str(error)) from error
     name, costs, saving = question.schedule, question.costs, "--recompute" if question.offload is None else "--offload"
     if name is not None:
         cut = "--costs has layers, which are cut differently for every schedule; --compare shows them all"
@@ -170,16 +174,6 @@ def _check(arguments: Namespace) -> None:
                 _refuse(getattr(arguments, other) is not None, option(each.argument), WITHOUT[other])
             without = each.needs != "" and getattr(arguments, each.needs) is None
             _refuse(without, option(each.argument), NEEDS.get(each.needs, ""))
-    if layouts:
-        return
-    count = arguments.stages if arguments.speeds is None else len(arguments.speeds)
-    _refuse(count != arguments.stages, "--speeds", f"it must have one number per rank, {arguments.stages}; got {count}")
-    try:
-        given = arguments.slices
-        slices = 1 if given in (None, "auto") else given if isinstance(given, int) else len(given)
-        schedules.check_counts("plan", arguments.stages, arguments.microbatches, arguments.chunks or 1, slices)
-    except ScheduleError as error:
-        raise WrongArgument("--stages", str(error)) from error
 
 
 def _write(path: Path, question: Question, found: Plan, config: Path) -> None:

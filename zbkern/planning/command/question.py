@@ -10,10 +10,10 @@ from typing import NamedTuple
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
-from zbkern.planning.costs.chunks import ChunkCosts, Costs
+from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_speeds
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.planner.plan import EFFORT
-from zbkern.planning.planner.request import Slices, chunks_per_rank
+from zbkern.planning.planner.request import PlanOptions, PlanRequest, Slices
 from zbkern.planning.simulation import comparison
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import TIME_UNITS
@@ -91,16 +91,34 @@ class Question:
     compare: bool = False
 
     @cached_property
+    def request(self) -> PlanRequest:
+        """What a planner is asked, but for the limit, which may be relative to the costs. Raises ValueError for sizes
+        that do not go together."""
+        costs, rate = self.setting.costs, self.offload
+        if self.speeds is not None:
+            costs = replace(costs, speeds=checked_speeds("plan", self.speeds, self.stages))
+        if rate:
+            if costs.memory_unit == "bytes" and costs.time_unit is not None:
+                rate *= 1e9 / TIME_UNITS[costs.time_unit]
+            costs = replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
+        return PlanRequest(
+            costs=costs,
+            stages=self.stages,
+            microbatches=self.microbatches,
+            chunks=self.chunks,
+            placement=self.placement,
+            memory_limit=None,
+            effort=self.effort,
+            offload=self.offload is not None,
+            recompute=self.recompute,
+            slices=self.slices,
+            options=PlanOptions(),
+        )
+
+    @property
     def costs(self) -> Costs | ModelCosts:
         """As the ranks compute and copy. Raises ValueError where the setting has sizes that do not go together."""
-        costs = self.setting.costs
-        costs = costs.at_speeds(self.stages) if self.speeds is None else replace(costs, speeds=self.speeds)
-        rate = self.offload
-        if not rate:
-            return costs
-        if costs.memory_unit == "bytes" and costs.time_unit is not None:
-            rate *= 1e9 / TIME_UNITS[costs.time_unit]
-        return replace(costs, offload_bandwidth=rate, reload_bandwidth=rate)
+        return self.request.costs
 
     @cached_property
     def parts(self) -> ChunkCosts | ModelCosts:
@@ -109,7 +127,7 @@ class Question:
             return self.costs
         if self.schedule is not None:
             return self.costs.per_chunk(len(self.named.placement))
-        return self.costs.per_chunk(self.stages * (self.chunks or chunks_per_rank(self.placement, self.stages)))
+        return self.costs.per_chunk(self.stages * self.request.chunks_per_rank)
 
     @cached_property
     def named(self) -> Schedule:

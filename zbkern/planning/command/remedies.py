@@ -10,7 +10,6 @@ from zbkern.planning.command.question import Question, spelt
 from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.needs import fits, least_need
-from zbkern.planning.planner.request import chunks_per_rank
 from zbkern.schedules.units import amount, number
 
 _TIMES = [2**power for power in range(1, 10)]  # as many, or as few
@@ -42,8 +41,7 @@ def remedies(question: Question) -> list[str]:
     assert isinstance(question.setting, Setting)
     model, _, job = question.setting
     stages, placement = question.stages, question.placement
-    chunks = question.chunks or (2 if placement == "v" else chunks_per_rank(placement, stages))
-    most = (len(model.blocks) + 2 * (1 + model.predictors)) // chunks
+    most = (len(model.blocks) + 2 * (1 + model.predictors)) // question.request.chunks_per_rank
     fixed = job.fully_shard or isinstance(placement, tuple)  # the rank of every chunk of so many stages
     tries: dict[str, Sequence[int]] = {
         "stages": () if fixed else range(stages + 1, most + 1),

@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
-from zbkern.planning.costs.memory import Limit, limits_of
+from zbkern.planning.costs.memory import Limit
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import events_of
 from zbkern.planning.planner.bounds import batch_bound
 from zbkern.planning.planner.plan import Plan
 from zbkern.planning.planner.problem import Rows, actions_of
 from zbkern.planning.planner.published import published_orders
-from zbkern.planning.planner.request import chunks_per_rank, placement_of
+from zbkern.planning.planner.request import BatchRequest, Placement
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError, check_count
 from zbkern.schedules.schedule import Schedule
@@ -64,7 +64,7 @@ def plan_batch(
     costs: Costs,
     stages: int,
     chunks: int | None = None,
-    placement: str | Sequence[int] | None = None,
+    placement: Placement = None,
     memory_limit: Limit = None,
     *,
     multiple: int = 128,
@@ -86,27 +86,37 @@ def plan_batch(
     Raises ScheduleError where the batch does not fit the limit, TypeError or ValueError for other arguments,
     RuntimeError without the compiled search.
     """
-    native.check("plan_batch")
-    if not isinstance(costs, Costs):
-        raise TypeError(f"plan_batch: costs must be a zbkern.pipeline.Costs; got {type(costs).__name__}")
-    if costs.tokens is None:
-        raise ValueError("plan_batch: costs must have tokens, the length of the sequence that they are of; got None")
+    request = BatchRequest(
+        costs=costs,
+        stages=stages,
+        chunks=chunks,
+        placement=placement,
+        memory_limit=memory_limit,
+        multiple=multiple,
+        packs=packs,
+        passes=passes,
+    )
+    return best_batch_plan(request, lengths)
+
+
+def best_batch_plan(request: BatchRequest, lengths: Sequence[int]) -> BatchPlan:
+    """What `plan_batch` returns for these lengths and arguments."""
+    native.check(request.function)
     if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
-        raise TypeError(f"plan_batch: lengths must be a list of the sequences' numbers of tokens; got {lengths!r}")
-    counts = {f"lengths[{number}]": length for number, length in enumerate(lengths)}
-    for name, count in {**counts, "stages": stages, "multiple": multiple, "passes": passes}.items():
-        check_count(f"plan_batch: {name}", count)
-    if chunks is None:
-        chunks = 2 if placement is None else chunks_per_rank(placement, stages)
-    _, owners = placement_of("v" if placement is None and chunks == 2 else placement or "loop", stages, chunks)
-    limits = limits_of("plan_batch", memory_limit, stages)
+        must = "lengths must be a list of the sequences' numbers of tokens"
+        raise TypeError(f"{request.function}: {must}; got {lengths!r}")
+    for number, length in enumerate(lengths):
+        check_count(f"{request.function}: lengths[{number}]", length)
+    costs, stages, limits = request.costs, request.stages, request.limits
+    assert costs.tokens is not None
+    _, owners = request.placed(request.chunks_per_rank)
     flat = FlatCosts.of(costs, owners)
-    problem = _BatchCosts.of(flat, costs.tokens, lengths, limits, multiple, packs)
-    wanted = [per_rank * stages for per_rank in _PACKS] if packs else [len(lengths)]
+    problem = _BatchCosts.of(flat, costs.tokens, lengths, limits, request.multiple, request.packs)
+    wanted = [per_rank * stages for per_rank in _PACKS] if request.packs else [len(lengths)]
     counts_of_packs = dict.fromkeys(min(len(lengths), count) for count in wanted)
     known = [each for count in counts_of_packs for each in published_orders(owners, count)]
     orders = [(each.rows, each.fused) for _, each in known]
-    found = _Found(*native.core.plan_batch(problem, list(lengths), passes, orders))
+    found = _Found(*native.core.plan_batch(problem, list(lengths), request.passes, orders))
     if found.times is None:
         assert limits is not None
         unit, more = costs.memory_unit, found.excess / problem.memory_scale
@@ -115,7 +125,7 @@ def plan_batch(
         else:
             fits = f"any order found needs {enough(more, unit)} more on some rank"
         raise ScheduleError(
-            f"plan_batch: memory_limit must let the largest unit run; got {amount(min(limits), unit)}, "
+            f"{request.function}: memory_limit must let the largest unit run; got {amount(min(limits), unit)}, "
             f"and {fits}; raise the limit, or use more chunks or stages"
         )
     best = found.published

@@ -9,7 +9,7 @@ schedule that fits, on an even or on a balanced partition: all are measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 from zbkern import schedules
@@ -19,7 +19,7 @@ from zbkern.planning.costs.needs import least_need, shortest
 from zbkern.planning.planner.partition import balanced_partitions, busiest, even_partitions, slowness_of
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import DoesNotFit, Problem
-from zbkern.planning.planner.request import Request, placement_of
+from zbkern.planning.planner.request import PlanRequest
 from zbkern.planning.planner.search import Search
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.units import amount
@@ -28,7 +28,7 @@ from zbkern.schedules.units import amount
 class Candidates:
     """Of a request; for layers `partition`, `chunks` and `placement` are searched for where they are None."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: PlanRequest) -> None:
         self._request = request
         self._slices = request.slices_to_try()
         self._refused: list[DoesNotFit] = []
@@ -100,38 +100,17 @@ class Candidates:
     def _placements(self, slices: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Every placement that is asked for, or that may be good where it is not given: its name, and the rank of every
         chunk."""
-        stages, placement, model = self._request.stages, self._request.placement, self._request.costs
-        chunks = self._chunks_given()
-        if isinstance(model, Costs):
-            yield placement_of(placement, stages, self._request.chunks_per_rank)
+        request = self._request
+        if isinstance(request.costs, Costs):
+            yield request.placed(request.chunks_per_rank)
             return
-        if (chunks or 1) * stages > (layers := len(model.layers)):
-            raise ValueError(
-                f"plan: {stages} stages with {chunks or 1} chunks each need as many layers, and costs has {layers}: "
-                "lower stages or chunks"
-            )
+        stages, layers, chunks = request.stages, len(request.costs.layers), request.chunks_told
         most = layers // stages if slices == 1 else min(layers // stages, max(2, SETTINGS.most_parts // slices))
         several = [each for each in SETTINGS.chunks_per_rank if each <= most]
         for count in several if chunks is None else [chunks]:
-            for name in _PLACEMENTS[min(count, 3)] if placement is None else [placement]:
-                schedules.check_counts("plan", stages, self._request.microbatches, count, slices)
-                yield placement_of(name, stages, count)
-
-    def _chunks_given(self) -> int | None:
-        """Chunks per rank, where they follow from the arguments."""
-        stages, placement, chunks = self._request.stages, self._request.placement, self._request.chunks
-        if self._request.options.partition is not None:
-            count = len(self._request.options.partition)
-            if count % stages or chunks not in (None, count // stages):
-                wanted = f"a multiple of {stages}" if chunks is None else f"{chunks * stages}"
-                raise ValueError(f"plan: partition must have chunks x stages entries, {wanted}; got {count}")
-            return count // stages
-        if chunks is not None or placement is None:
-            return chunks
-        if not isinstance(placement, str):
-            return len(placement) // stages
-        # with more chunks in a line, a rank's would follow each other: that is for whoever asks for it
-        return {"linear": 1, "v": 2}.get(placement)
+            for name in _PLACEMENTS[min(count, 3)] if request.placement is None else [request.placement]:
+                schedules.check_counts("plan", stages, request.microbatches, count, slices)
+                yield request.placed(count, name)
 
     def _nothing_fits(self) -> ScheduleError:
         """Names what the best of all partitions of layers needs, where that is the reason."""
@@ -149,4 +128,4 @@ class Candidates:
         )
 
 
-_PLACEMENTS: dict[int, Sequence[str | Sequence[int]]] = {1: ["linear"], 2: ["v", "loop"], 3: ["zigzag", "loop"]}
+_PLACEMENTS = {1: ["linear"], 2: ["v", "loop"], 3: ["zigzag", "loop"]}

@@ -22,9 +22,8 @@ from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import problem_of, schedule_of
 from zbkern.planning.planner.published import MANY, generators_of
-from zbkern.planning.planner.request import PlanOptions, Request, Slices
+from zbkern.planning.planner.request import Placement, PlanOptions, PlanRequest, Slices
 from zbkern.planning.planner.search import choose, search_all
-from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
@@ -106,7 +105,7 @@ def plan(
     stages: int,
     microbatches: int,
     chunks: int | None = None,
-    placement: str | Sequence[int] | None = None,
+    placement: Placement = None,
     memory_limit: Limit = None,
     *,
     speeds: Sequence[float] | None = None,
@@ -123,7 +122,8 @@ def plan(
             searched for unless they are given.
         stages: ranks.
         microbatches: of a step, whole sequences.
-        chunks: per rank; for `Costs` 1 by default, or as many as a placement that is spelt out has.
+        chunks: per rank; by default as many as the placement has ("v" has two, one that is spelt out its own), and for
+            `Costs` else 1.
         placement: "linear" (neighbouring chunks on one rank), "loop" (0..p-1, again 0..p-1), "v" (down, then up),
             "zigzag" (the V repeated), or the rank of every chunk; for `Costs` linear, v or zigzag by default, for 1, 2
             and more chunks; for layers "linear" is one chunk per rank where `chunks` is not given.
@@ -150,28 +150,44 @@ def plan(
     Raises ScheduleError when no schedule fits the limit (it names the least that one fits), ValueError or TypeError for
     other arguments, RuntimeError where zbkern was installed without a C++ compiler.
     """
-    native.check("plan")
     if speeds is not None:
         costs = replace(costs, speeds=checked_speeds("plan", speeds, stages))
-    request = Request(
-        costs.at_speeds(stages), stages, microbatches, chunks, placement, memory_limit, effort, slices, options
+    return best_plan(
+        PlanRequest(
+            costs=costs,
+            stages=stages,
+            microbatches=microbatches,
+            chunks=chunks,
+            placement=placement,
+            memory_limit=memory_limit,
+            effort=effort,
+            offload=offload,
+            recompute=recompute,
+            slices=slices,
+            options=options,
+        )
     )
+
+
+def best_plan(request: PlanRequest) -> Plan:
+    """What `plan` returns for these arguments."""
+    native.check(request.function)
     limits = request.limits
-    if not (offload or recompute) or limits is None:
+    if not (request.offload or request.recompute) or limits is None:
         return _searched(request)
     plans: list[Plan] = []
     errors: list[ScheduleError] = []
-    shorter = replace(request, effort=max(0, effort - 2))
+    shorter = replace(request, effort=max(0, request.effort - 2))
     for factor in MORE_MEMORY:
         more = None if factor is None else [factor * limit for limit in limits]
         try:
             plans.append(_searched(replace(shorter, memory_limit=more)))
         except ScheduleError as error:
             errors.append(error)
-    return _saving(request, limits, plans, errors, offload=offload, recompute=recompute)
+    return _saving(request, limits, plans, errors)
 
 
-def _searched(request: Request) -> Plan:
+def _searched(request: PlanRequest) -> Plan:
     """The plan of an order that fits as it is: with each of some numbers of slices as if it were given, or one."""
     if request.slices != "auto":
         return _searched_slices(request)
@@ -187,7 +203,7 @@ def _searched(request: Request) -> Plan:
     return min(plans, key=lambda each: each.reached)
 
 
-def _best_numbers(request: Request) -> list[int]:
+def _best_numbers(request: PlanRequest) -> list[int]:
     """Of slices, by their constructive answers: more and more are tried until twice the best number are worse."""
     reached: dict[int, float] = {}
     for number in request.numbers_to_try():
@@ -199,7 +215,7 @@ def _best_numbers(request: Request) -> list[int]:
     return fitting[: SETTINGS.numbers_searched]
 
 
-def _searched_slices(request: Request) -> Plan:
+def _searched_slices(request: PlanRequest) -> Plan:
     """With slices as they are given."""
     costs, options = request.costs, request.options
     candidates = Candidates(request).searches()
@@ -219,14 +235,11 @@ def _searched_slices(request: Request) -> Plan:
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
 
 
-def judged(request: Request) -> Plan:
-    """The published schedule that is asked for, with `Costs` of its chunks, beside the lower bound for any order of
-    them within the limit. Raises ScheduleError where it does not fit."""
+def judged(request: PlanRequest, schedule: Schedule) -> Plan:
+    """A published schedule, with `Costs` of its chunks, beside the lower bound for any order of them within the limit.
+    Raises ScheduleError where it does not fit."""
     costs, limits, objective = request.costs, request.limits, request.options.objective
     assert isinstance(costs, Costs)
-    assert request.schedule is not None
-    assert not isinstance(request.slices, str)
-    schedule = comparison.build(request.schedule, request.stages, request.microbatches, request.chunks, request.slices)
     timeline, unit = simulate(schedule, costs), costs.memory_unit
     for peak, most in sorted(zip(timeline.peak_memory, limits or [], strict=False), reverse=True):
         if exceeds(peak, most):
@@ -249,14 +262,12 @@ def _plan_of(timeline: Timeline, flat: FlatCosts, limits: Sequence[float] | None
     return Plan(timeline, flat.given, objective, bound, None if limits is None else tuple(limits))
 
 
-def _saving(
-    request: Request, limits: Sequence[float], plans: Sequence[Plan], errors: list[ScheduleError], **added: bool
-) -> Plan:
+def _saving(request: PlanRequest, limits: Sequence[float], plans: Sequence[Plan], errors: list[ScheduleError]) -> Plan:
     """The best of these plans and of the published schedules with their placement, made to fit.
 
     Its lower bound is that of unlimited memory, which no offload and no recomputation can be below.
     """
-    objective = request.options.objective
+    objective, added = request.options.objective, {"offload": request.offload, "recompute": request.recompute}
     orders = [(plan, timeline) for plan in plans for timeline in with_fused(plan.schedule, plan.costs)]
     for plan in {(plan.schedule.placement, plan.schedule.slices): plan for plan in plans}.values():
         for make in generators_of(plan.schedule.placement):
