@@ -85,23 +85,22 @@ std::pair<Ordering, Rule> refine(const Problem& problem, const Rule& start, bool
 struct Turn {
   Time compute, network;
   int collectives;
-  Time end;
+  Time begin = -1, end = 0;
 };
 
-// When each ends, if the first begins at `start`.
+// A pass of this kind, of chunk * units + k, that takes so long in turn.
+Turn turn_of(const Problem& problem, int kind, int at, Time length);
+
+// When each begins and ends, if the first begins at `start`.
 void in_turns(std::vector<Turn>& passes, Time start);
 
 struct Measured {
   Time cost = -1;           // stays so when the orders cannot run
   std::vector<Time> peaks;  // [ranks] the most that each holds
+  std::vector<std::vector<std::pair<Time, Time>>> times;  // [ranks] when each action begins and ends
 };
 
 Measured measure(const Problem& problem, const Ordering& orders);
-
-// When the passes of every row begin, and when they end, without the W of fused backwards; empty when the orders cannot
-// run. In units of `scale`.
-std::vector<std::pair<std::vector<double>, std::vector<double>>> timed(const Problem& problem, const Ordering& orders,
-                                                                         double scale);
 
 // The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
 Rows grouped(const Ordering& orders);

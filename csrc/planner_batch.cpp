@@ -19,6 +19,7 @@ struct State {
   std::vector<int> order;
   Rule rule;
   bool operator==(const State& other) const { return order == other.order && rule == other.rule; }
+  bool beside() const { return rule.most > 1; }
 };
 
 // A choice of units, and the problem that it is in any order.
@@ -67,7 +68,8 @@ class Candidate {
     run(state, kForever);
     for (int row : state.order)
       result.rows.members.push_back(rows_.members[row]), result.rows.cuts.push_back(rows_.cuts[row]);
-    result.orders = {grouped(orders_), orders_.fused, 0, orders_.beside}, result.problem = ordered_;
+    result.orders = orders_, result.problem = ordered_;
+    if (!state.beside()) result.orders.rows = grouped(orders_);
     return result;
   }
 
@@ -79,15 +81,16 @@ class Candidate {
       const int end = at + p.ends[begins_[row]] - begins_[row];
       while (at < end) ordered_.ends[at++] = end;
     }
+    const auto reordered = [&](const std::vector<Time>& from, std::vector<Time>& to) {
+      auto target = to.begin();
+      for (auto source = from.begin(); source != from.end(); source += p.units)
+        for (int row : order) target = std::copy(source + begins_[row], source + p.ends[begins_[row]], target);
+    };
     for (std::vector<Time> Problem::*each :
          {&Problem::forward, &Problem::backward, &Problem::weight, &Problem::fused, &Problem::forward_lag,
-          &Problem::backward_lag, &Problem::activation, &Problem::freed, &Problem::held, &Problem::merge_saving}) {
-      auto target = (ordered_.*each).begin();
-      for (int c = 0; c < p.chunks; c++) {
-        const auto source = (p.*each).begin() + static_cast<std::ptrdiff_t>(c) * p.units;
-        for (int row : order) target = std::copy(source + begins_[row], source + p.ends[begins_[row]], target);
-      }
-    }
+          &Problem::backward_lag, &Problem::activation, &Problem::freed, &Problem::held, &Problem::merge_saving})
+      reordered(p.*each, ordered_.*each);
+    for (int kind : {kForward, kBackward}) reordered(p.network[kind], ordered_.network[kind]);
   }
 
   BatchRows rows_;
@@ -117,6 +120,18 @@ Rule rule_of(const Problem& p, int forward, Fused fused) {
   return rule;
 }
 
+// The rules to begin with, for passes in turn or beside each other; the second half of those in turn is not for all.
+std::vector<Rule> rules_of(const Problem& p, Fused fused, bool beside) {
+  if (!beside) return {rule_of(p, 0, fused), rule_of(p, 2, fused)};
+  std::vector<Rule> rules;
+  for (int most : {3, 2})
+    for (int waits : {60, 20}) {
+      rules.push_back(rule_of(p, 0, fused));
+      rules.back().most = most, rules.back().waits = waits;
+    }
+  return rules;
+}
+
 void change(State& state, const Problem& problem, Random& random) {
   const int count = static_cast<int>(state.order.size());
   const int kind = random.below(100), a = random.below(count), b = random.below(count);
@@ -127,82 +142,106 @@ void change(State& state, const Problem& problem, Random& random) {
     state.order.erase(state.order.begin() + a), state.order.insert(state.order.begin() + b, row);
   } else if (kind < 75) {
     state.rule.fuse[random.below(problem.chunks)] ^= 1;
+  } else if (kind < 80 && state.beside()) {
+    if (random.percent(50)) state.rule.waits = 20 * random.below(6);
+    else if (random.percent(50)) state.rule.alike = !state.rule.alike;
+    else state.rule.most = 5 - state.rule.most;
   } else {
     change(state.rule, problem, false, random);
   }
 }
 
-}  // namespace
-
-BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, std::int64_t passes,
-                      const std::vector<Ordering>& published) {
+// The sizes of units, per rank, that fit; the most promising first, and only these, in a limited memory. Counts passes.
+std::vector<int> sizes_of(const BatchCosts& costs, const std::vector<int>& lengths, std::int64_t& ran, Time& excess) {
   const int ranks = static_cast<int>(costs.limit.size());
-  const auto candidate = [&](int per_rank) { return Candidate(costs, lengths, per_rank * ranks); };
-  BatchOrder result;
   std::vector<std::pair<Time, int>> sizes;
-  const bool tight = is_tight(candidate(kSizes[0]));
+  const bool tight = is_tight(Candidate(costs, lengths, kSizes[0] * ranks));
   for (int per_rank : kSizes) {
-    Candidate each = candidate(per_rank);
-    const Time excess = each.excess();
-    result.excess = std::min(result.excess, excess);
-    if (excess > 0) continue;
+    Candidate each(costs, lengths, per_rank * ranks);
+    excess = std::min(excess, each.excess());
+    if (each.excess() > 0) continue;
     // small units hold little, and so many of them take a large part of the passes to try
     Time quick = 0;
     if (tight) quick = each.run({each.small_first(0), rule_of(each.problem(), 0, kAll)}, kForever);
-    passes -= each.ran;
+    ran += each.ran;
     sizes.push_back({quick, per_rank});
   }
   std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   if (tight && sizes.size() > kTried) sizes.resize(kTried);
+  std::vector<int> found;
+  for (const auto& [quick, per_rank] : sizes) found.push_back(per_rank);
+  return found;
+}
+
+// The best order of units of these sizes, with passes in turn or beside each other; no rows where none fits.
+BatchOrder search(const BatchCosts& costs, const std::vector<int>& lengths, const std::vector<int>& sizes, bool beside,
+                  std::int64_t passes) {
+  const int ranks = static_cast<int>(costs.limit.size());
   State best;
   Time cost = kForever;
   int size = 0;
-  for (const auto& [quick, per_rank] : sizes) {
-    Candidate each = candidate(per_rank);
+  for (const int per_rank : sizes) {
+    Candidate each(costs, lengths, per_rank * ranks);
     if (each.problem().units > kMostUnits * ranks && size) continue;
     for (Fused fused : {kFirst, kNone, kAll})
       for (int lead : {0, std::min(static_cast<int>(each.small_first(0).size()) / 3, ranks / 2)})
-        for (int forward : {0, 2}) {
-          const State state{each.small_first(lead), rule_of(each.problem(), forward, fused)};
+        for (const Rule& rule : rules_of(each.problem(), fused, beside)) {
+          const State state{each.small_first(lead), rule};
           const Time found = each.run(state, cost);
           if (found < cost) cost = found, best = state, size = per_rank;
         }
     passes -= each.ran;
     if (passes <= 0 && size) break;
   }
-  if (size) {
-    Candidate each = candidate(size);
-    Effort effort;
-    // most are rejected before half of them has run
-    const std::int64_t moves = 2 * std::max<std::int64_t>(0, passes) / each.passes();
-    const std::int64_t steps = std::min(moves, kTemperatures);
-    effort.seed = 1, effort.work = steps ? moves / steps : 0;
-    for (std::int64_t left = steps; left > 0; left--) effort.temperatures.push_back(cost / 340 * left / steps);
-    Time now = cost;
-    improve(
-        best, cost, effort, [&](State& trial, Random& random) { return change(trial, each.problem(), random), true; },
-        [&](const State& trial, Time threshold) { return now = each.run(trial, threshold); },
-        [&](const State& taken) {
-          if (now < cost) cost = now, best = taken;
-          return false;
-        });
-    const Time excess = result.excess;
-    result = each.found(best), result.excess = excess;
-    cost = measure(result.problem, result.orders).cost;  // where merged W save time, less than the list scheduler knows
-  }
+  if (!size) return {};
+  Candidate each(costs, lengths, size * ranks);
+  Effort effort;
+  // most are rejected before half of them has run
+  const std::int64_t moves = 2 * std::max<std::int64_t>(0, passes) / each.passes();
+  const std::int64_t steps = std::min(moves, kTemperatures);
+  effort.seed = 1, effort.work = steps ? moves / steps : 0;
+  for (std::int64_t left = steps; left > 0; left--) effort.temperatures.push_back(cost / 340 * left / steps);
+  Time now = cost;
+  improve(
+      best, cost, effort, [&](State& trial, Random& random) { return change(trial, each.problem(), random), true; },
+      [&](const State& trial, Time threshold) { return now = each.run(trial, threshold); },
+      [&](const State& taken) {
+        if (now < cost) cost = now, best = taken;
+        return false;
+      });
+  return each.found(best);
+}
+
+}  // namespace
+
+BatchOrder plan_batch(const BatchCosts& costs, const std::vector<int>& lengths, std::int64_t passes,
+                      const std::vector<Ordering>& published) {
+  BatchOrder result;
+  Time cost = kForever, excess = kForever;
+  // Takes what fits and costs less: a list scheduler counts waits, and no merged W, which orders do not have.
+  const auto offer = [&](BatchOrder found) {
+    const Measured measured = measure(found.problem, found.orders);
+    bool fits = true;
+    for (int rank = 0; rank < found.problem.ranks; rank++) fits = fits && measured.peaks[rank] <= costs.limit[rank];
+    if (fits && measured.cost < cost) cost = measured.cost, result = std::move(found);
+    return fits ? measured.cost : kForever;
+  };
+  std::int64_t ran = 0;
+  const std::vector<int> sizes = sizes_of(costs, lengths, ran, excess);
+  for (bool beside : {false, true})
+    if (!beside || !costs.collectives.empty()) {
+      BatchOrder found = search(costs, lengths, sizes, beside, passes - ran);
+      if (!found.orders.rows.empty()) offer(std::move(found));
+    }
+  int best = -1;
+  Time least = kForever;
   for (std::size_t index = 0; index < published.size(); index++) {
     const int count = static_cast<int>(published[index].fused.size() / costs.placement.size());
     const BatchRows rows = packed(costs, lengths, count);
-    const Problem problem = problem_of(costs, rows, lengths);
-    const Measured found = measure(problem, published[index]);
-    bool fits = true;
-    for (int rank = 0; rank < ranks; rank++) fits = fits && found.peaks[rank] <= costs.limit[rank];
-    if (!fits || (result.published >= 0 && found.cost >= result.published_cost)) continue;
-    result.published = static_cast<int>(index), result.published_cost = found.cost;
-    if (found.cost >= cost) continue;
-    cost = found.cost;
-    result.rows = rows, result.problem = problem, result.orders = published[index];
+    const Time found = offer({rows, published[index], problem_of(costs, rows, lengths)});
+    if (found < least) least = found, best = static_cast<int>(index);
   }
+  result.published = best, result.published_cost = best < 0 ? 0 : least, result.excess = excess;
   return result;
 }
 

@@ -59,6 +59,17 @@ Ordering ordering_from(const Rows& rows, const std::vector<int>& fused) {
   return {rows, std::vector<char>(fused.begin(), fused.end()), 0};
 }
 
+// When the actions of every row begin, and when they end, in the unit of the costs.
+std::vector<std::pair<std::vector<double>, std::vector<double>>> times_from(const Measured& found,
+                                                                           const py::object& source) {
+  const double scale = source.attr("time_scale").cast<double>();
+  std::vector<std::pair<std::vector<double>, std::vector<double>>> times(found.times.size());
+  for (std::size_t rank = 0; rank < times.size(); rank++)
+    for (const auto& [begin, end] : found.times[rank])
+      times[rank].first.push_back(begin / scale), times[rank].second.push_back(end / scale);
+  return times;
+}
+
 Growth growth_from(const py::object& source, const char* name) {
   const py::object growth = source.attr(name);
   const auto each = [&](const char* part) { return growth.attr(part).cast<std::vector<double>>(); };
@@ -73,6 +84,9 @@ BatchCosts batch_costs_from(const py::object& source) {
   costs.communication = growth_from(source, "communication"), costs.activation = growth_from(source, "activation"),
   costs.held = growth_from(source, "held"), costs.carried = growth_from(source, "carried");
   costs.carried_gradients = growth_from(source, "carried_gradients");
+  costs.network[kForward] = growth_from(source, "network_forward");
+  costs.network[kBackward] = growth_from(source, "network_backward");
+  costs.collectives = source.attr("collectives").cast<std::vector<Time>>();
   costs.merge_saving = source.attr("merge_saving").cast<std::vector<double>>();
   costs.limit = source.attr("limit").cast<std::vector<Time>>();
   costs.multiple = source.attr("multiple").cast<int>();
@@ -103,7 +117,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 17;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 18;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);
@@ -122,11 +136,11 @@ PYBIND11_MODULE(_planner, module) {
     return py::make_tuple(found.cost, found.peaks);
   });
   module.def("timed", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
-    return timed(problem_from(source), ordering_from(rows, fused), source.attr("time_scale").cast<double>());
+    return times_from(measure(problem_from(source), ordering_from(rows, fused)), source);
   });
   module.def("in_turns", [](const std::vector<std::tuple<Time, Time, int>>& passes, Time start) {
     std::vector<Turn> turns;
-    for (const auto& [compute, network, collectives] : passes) turns.push_back({compute, network, collectives, 0});
+    for (const auto& [compute, network, collectives] : passes) turns.push_back({compute, network, collectives});
     in_turns(turns, start);
     std::vector<Time> ends;
     for (const Turn& each : turns) ends.push_back(each.end);
@@ -151,12 +165,12 @@ PYBIND11_MODULE(_planner, module) {
     const BatchOrder found = without_gil([&] { return plan_batch(costs, lengths, passes, known); });
     py::object times = py::none(), peaks = py::none();
     if (!found.orders.rows.empty()) {
-      times = py::cast(timed(found.problem, found.orders, source.attr("time_scale").cast<double>()));
-      peaks = py::cast(measure(found.problem, found.orders).peaks);
+      const Measured played = measure(found.problem, found.orders);
+      times = py::cast(times_from(played, source)), peaks = py::cast(played.peaks);
     }
     return py::make_tuple(found.rows.members, found.rows.cuts, found.orders.rows,
-                          std::vector<int>(found.orders.fused.begin(), found.orders.fused.end()), times, peaks,
-                          found.published, found.published_cost, found.excess);
+                          std::vector<int>(found.orders.fused.begin(), found.orders.fused.end()), found.orders.beside,
+                          times, peaks, found.published, found.published_cost, found.excess);
   });
   module.def("anneal_partition", [](const PartitionTuple& problem, const Ints& start, const EffortTuple& effort) {
     return without_gil(

@@ -167,6 +167,14 @@ ListScheduler::Step ListScheduler::choose_beside(const Rule& rule, int rank, Tim
   step.next = std::min(next_forward, next_backward);
   std::stable_sort(backwards.begin(), backwards.end(),
                    [&](const Pick& a, const Pick& b) { return backwards_[a.chunk] < backwards_[b.chunk]; });
+  for (std::size_t i = 0; i < backwards.size();) {  // of which some leave more memory than they free
+    Pick& each = backwards[i];
+    const int at = next(rank, each, 0);
+    each.fuse = memory + p_.held[at] - p_.freed[at] > p_.limit[rank];
+    if (!each.fuse) i++;
+    else if (state.next_weight == pending.size() && memory - p_.freed[at] <= p_.limit[rank]) i++;
+    else is_short = true, backwards.erase(backwards.begin() + static_cast<std::ptrdiff_t>(i));
+  }
   const auto weight_alone = [&](bool at_once) {
     if (state.next_weight == pending.size()) return step;
     const int weight = pending[state.next_weight];
@@ -180,7 +188,7 @@ ListScheduler::Step ListScheduler::choose_beside(const Rule& rule, int rank, Tim
     if (soon <= now + rule.waits * p_.forward[0] / 100) return weight_alone(false);
   }
   if (!forwards.empty())
-    for (Pick& each : backwards) each.fuse = rule.fuse[each.chunk];
+    for (Pick& each : backwards) each.fuse = each.fuse || rule.fuse[each.chunk];
   const auto may_join = [&](const Pick& pick) {
     for (int i = 0; i < step.count; i++) {
       const Pick& other = step.picks[i];
@@ -224,9 +232,7 @@ int ListScheduler::run(const Rule& rule, int rank, Time now, const Step& step) {
   for (int i = 0; i < step.count; i++) {
     const Pick& pick = step.picks[i];
     const int at = next(rank, pick, pick.kind == kWeight ? weights++ : 0);
-    const Time all = length(pick, at), network = std::min(all, network_of(pick.kind, at));
-    const Time turns = pick.kind == kWeight || network ? p_.collectives[at] : 0;
-    passes.push_back({all - network, network, static_cast<int>(turns), 0});
+    passes.push_back(turn_of(p_, pick.kind, at, length(pick, at)));
   }
   in_turns(passes, now);
   for (const Turn& each : passes) state.clock = std::max(state.clock, each.end);

@@ -30,6 +30,12 @@ struct Passes {
     length[half + at] = both ? p.fused[at] : p.backward[at], memory[half + at] = (both ? 0 : p.held[at]) - p.freed[at];
     length[2 * half + at] = both ? 0 : p.weight[at], memory[2 * half + at] = both ? 0 : -p.held[at];
   }
+  // The time of a pass that directly follows another one, or none: of W of one chunk the later gains.
+  Time after(const Problem& p, int before, int pass) const {
+    const int m = p.units, first_weight = kWeight * p.chunks * m;
+    const bool merged = pass >= first_weight && before >= 0 && before / m == pass / m && length[pass] && length[before];
+    return length[pass] - (merged ? p.merge_saving[pass - first_weight] : 0);
+  }
 };
 
 class Ranks {
@@ -53,18 +59,15 @@ class Ranks {
   }
   // Runs the rows. False when they cannot end, or a span would exceed the threshold; work: of each rank, at least.
   bool follow(const Rows& rows, const Passes& passes, std::vector<Time> work, Time threshold) {
-    const int m = p_.units, first_weight = kWeight * p_.chunks * m;
     next_.assign(p_.ranks, 0);
     int waiting = p_.ranks;
     return run([&](int rank) {
       const Row& row = rows[rank];
       for (std::size_t& k = next_[rank]; k < row.size(); k++) {
         const int pass = row[k];
-        Time at, length = passes.length[pass];
+        Time at;
         if (!arrived(passes, pass, rank, at)) return true;
-        if (pass >= first_weight && k && row[k - 1] / m == pass / m && length && passes.length[row[k - 1]])
-          length -= p_.merge_saving[pass - first_weight];
-        const Time now = std::max(at, clock[rank]);
+        const Time now = std::max(at, clock[rank]), length = passes.after(p_, k ? row[k - 1] : -1, pass);
         if (now - begin(rank, now) + work[rank] > threshold) return false;
         work[rank] -= length;
         finish(rank, pass, now + length);

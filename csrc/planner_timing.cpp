@@ -6,39 +6,72 @@
 
 namespace zbkern {
 
+// Passes beside each other begin once the inputs of all have arrived. Their F take memory before any other frees some.
 Measured measure(const Problem& p, const Ordering& orders) {
   const Passes passes(p, orders.fused);
+  const int half = p.chunks * p.units, first_weight = kWeight * half;
+  const auto is_action = [&](int pass) { return pass < first_weight || !orders.fused[pass - first_weight]; };
   Measured found;
-  for (const Row& row : orders.rows) {
-    Time memory = 0, peak = 0;
-    for (int pass : row) peak = std::max(peak, memory += passes.memory[pass]);
-    found.peaks.push_back(peak);
-  }
+  found.peaks.assign(p.ranks, 0), found.times.resize(p.ranks);
+  std::vector<Time> memory(p.ranks, 0);
+  std::vector<std::size_t> next(p.ranks, 0), range(p.ranks, 0);  // of its row; of those beside each other
+  std::vector<int> before(p.ranks, -1);                          // the pass before this one, in turn
+  int waiting = p.ranks;
+  std::vector<int> group, by_end;
+  std::vector<Turn> turns;
   Ranks ranks(p);
-  if (ranks.follow(orders.rows, passes, std::vector<Time>(p.ranks, 0), kForever)) found.cost = ranks.cost();
+  const auto row_of = [&](int rank) {
+    const Row& row = orders.rows[rank];
+    auto& times = found.times[rank];
+    const auto take = [&](int pass) {
+      found.peaks[rank] = std::max(found.peaks[rank], memory[rank] += passes.memory[pass]);
+    };
+    while (next[rank] < row.size()) {
+      group.assign(1, row[next[rank]]);
+      std::size_t end = next[rank] + 1;
+      const int done = static_cast<int>(times.size());
+      const bool beside = !orders.beside.empty() && range[rank] < orders.beside[rank].size() &&
+                          orders.beside[rank][range[rank]].first == done && is_action(group[0]);
+      const int all = beside ? orders.beside[rank][range[rank]].second - done : 1;
+      for (; static_cast<int>(group.size()) < all; end++)
+        if (is_action(row[end])) group.push_back(row[end]);
+      Time start = ranks.clock[rank], at;
+      for (int pass : group) {
+        if (!ranks.arrived(passes, pass, rank, at)) return true;
+        start = std::max(start, at);
+      }
+      next[rank] = end, range[rank] += beside, turns.clear();
+      for (int pass : group) turns.push_back(turn_of(p, pass / half, pass % half, passes.length[pass]));
+      if (beside) {
+        in_turns(turns, start), before[rank] = -1;
+      } else {
+        const int pass = group[0];
+        turns[0].begin = start, turns[0].end = start + passes.after(p, before[rank], pass), before[rank] = pass;
+      }
+      ranks.begin(rank, start);
+      by_end.resize(group.size());
+      std::iota(by_end.begin(), by_end.end(), 0);
+      std::stable_sort(by_end.begin(), by_end.end(), [&](int a, int b) { return turns[a].end < turns[b].end; });
+      for (const bool forward : {true, false})
+        for (int i : by_end)
+          if ((group[i] < half) == forward) take(group[i]);
+      for (std::size_t i = 0; i < group.size(); i++) {
+        ranks.finish(rank, group[i], turns[i].end);
+        if (is_action(group[i])) times.emplace_back(turns[i].begin, turns[i].end);
+      }
+      ranks.clock[rank] = turns[by_end.back()].end;
+    }
+    waiting--;
+    return true;
+  };
+  if (ranks.run(row_of) && !waiting) found.cost = ranks.cost();
   return found;
 }
 
-std::vector<std::pair<std::vector<double>, std::vector<double>>> timed(const Problem& p, const Ordering& orders,
-                                                                         double scale) {
-  const Passes passes(p, orders.fused);
-  const int half = p.chunks * p.units;
-  Ranks ranks(p);
-  if (!ranks.follow(orders.rows, passes, std::vector<Time>(p.ranks, 0), kForever)) return {};
-  std::vector<std::pair<std::vector<double>, std::vector<double>>> found;
-  for (const Row& row : orders.rows) {
-    std::vector<double> starts, ends;
-    Time clock = 0;
-    for (int pass : row) {
-      const int input = passes.input[pass];
-      const Time arrived = input < 0 ? 0 : ranks.end(input) + passes.lag[pass], start = std::max(clock, arrived);
-      clock = ranks.end(pass);
-      if (pass < kWeight * half || !orders.fused[pass - kWeight * half])
-        starts.push_back(start / scale), ends.push_back(clock / scale);
-    }
-    found.push_back({std::move(starts), std::move(ends)});
-  }
-  return found;
+Turn turn_of(const Problem& p, int kind, int at, Time length) {
+  if (kind == kWeight) return {length, 0, p.collectives.empty() ? 1 : static_cast<int>(p.collectives[at])};
+  const Time network = p.network[kind].empty() ? 0 : std::min(length, p.network[kind][at]);
+  return {length - network, network, network ? static_cast<int>(p.collectives[at]) : 0};
 }
 
 void in_turns(std::vector<Turn>& passes, Time start) {
@@ -49,7 +82,9 @@ void in_turns(std::vector<Turn>& passes, Time start) {
   for (std::size_t at = 0; !waiting.empty(); at = at < waiting.size() ? at : 0) {
     const int index = waiting[at];
     Turn& pass = passes[index];
-    now = std::max(now, arrived[index]) + pass.compute / (pass.collectives + 1);
+    now = std::max(now, arrived[index]);
+    if (pass.begin < 0) pass.begin = now;
+    now += pass.compute / (pass.collectives + 1);
     if (left[index]) {
       left[index]--, at++;
       if (pass.network) lane = arrived[index] = std::max(now, lane) + pass.network / pass.collectives;

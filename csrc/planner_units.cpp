@@ -100,6 +100,7 @@ Problem problem_of(const BatchCosts& costs, const BatchRows& rows, const std::ve
     p.slices = std::max(p.slices, count);
   }
   p.ranks = static_cast<int>(costs.limit.size()), p.chunks = static_cast<int>(costs.placement.size());
+  const bool has_network = !costs.collectives.empty();
   p.units = static_cast<int>(units.size()), p.placement = costs.placement, p.limit = costs.limit, p.makespan = true;
   const auto whole = [](double value) { return static_cast<Time>(std::llround(value)); };
   for (int c = 0; c < p.chunks; c++) {
@@ -122,6 +123,10 @@ Problem problem_of(const BatchCosts& costs, const BatchRows& rows, const std::ve
       p.merge_saving.push_back(std::min(whole(costs.merge_saving[c]), p.weight.back()));
       p.activation.push_back(kept(u) + (first ? carried : 0)), p.held.push_back(of(costs.held, back));
       p.freed.push_back(kept(back) - (first ? gradients : 0) + (last ? carried + gradients : 0));
+      if (!has_network) continue;
+      p.network[kForward].push_back(std::min(of(costs.network[kForward], u), p.forward.back()));
+      p.network[kBackward].push_back(std::min(of(costs.network[kBackward], back), p.backward.back()));
+      p.collectives.push_back(costs.collectives[c]);
     }
   }
   return p;

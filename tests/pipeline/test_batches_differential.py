@@ -10,6 +10,7 @@ import copy
 import functools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,11 @@ class Case:
         )
         self.how = {"chunks": None if self.is_v else 1, "multiple": rng.choice([1, 8, 32])}
         self.limit = rng.choice([None, None, rng.uniform(0.5, 0.9)])
+        self.beside = self.saved == (None,) and rng.random() < 0.7  # R, O and L run by themselves
+        if self.beside:
+            shares = rng.uniform(0.2, 0.9), rng.uniform(0.2, 0.9)
+            hidden = self.costs.forward * shares[0], self.costs.backward * shares[1]
+            self.costs = replace(self.costs, network_forward=hidden[0], network_backward=hidden[1], collectives=2)
 
     @property
     def placement(self) -> Schedule:
@@ -158,7 +164,8 @@ def trained(case: Case, model: nn.Module, batches: list[PlannedBatch]) -> tuple[
     return next(losses for losses, _ in found if losses), [chunk for _, chunks in found for chunk in chunks]
 
 
-def check(case: Case) -> None:
+def check(case: Case) -> int:
+    """How many groups of passes ran beside each other."""
     model = model_of(case.family, case.tied, max(4, len(case.placement.placement)))
     planned = [case.batches(replica) for replica in range(case.replicas)]
     plain = copy.deepcopy(model)
@@ -184,16 +191,18 @@ def check(case: Case) -> None:
             error = (torch.stack(gradients).mean(0) - gradient).abs().max().item()
             assert error <= 1e-12 * scale, f"gradient of {name}: {error / scale:.1e} of the largest"
         assert (own[0] - parameter).abs().max().item() <= exact, name
+    return sum(len(row) for batches in planned for batch in batches for row in batch.plan.schedule.beside)
 
 
 @pytest.mark.parametrize(
     ("default", "count", "largest"), [(0, 3, 40), pytest.param(1, 50, LONGEST, marks=pytest.mark.slow)]
 )
 def test_random_batches_train_as_one_process(default: int, count: int, largest: int) -> None:
-    chosen = seed(default)
+    chosen, groups = seed(default), 0
     for number in range(count):
         case = Case(random.Random(f"{chosen} {number}"), largest)
         try:
-            check(case)
+            groups += check(case)
         except BaseException as error:
             raise AssertionError(f"ZBKERN_SEED={chosen}, number {number}:\n{case.describe()}") from error
+    assert groups

@@ -115,13 +115,16 @@ class Growth(NamedTuple):
 
 
 class Growths(NamedTuple):
-    """How the times of passes and of messages grow. apart: what B and W take longer than a fused BW."""
+    """How the times of passes and of messages grow. apart: what B and W take longer than a fused BW. network_forward,
+    network_backward: no more than the pass itself."""
 
     forward: Growth
     backward: Growth
     weight: Growth
     apart: Growth
     communication: Growth
+    network_forward: Growth
+    network_backward: Growth
 
     @property
     def fused(self) -> Growth:
@@ -138,6 +141,8 @@ class Growths(NamedTuple):
             weight=Growth.of(whole.weight, none, whole.overhead),
             apart=Growth.of(apart, none, whole.overhead),  # up to the overhead that is one of the two
             communication=Growth.of(whole.communication, none[1:], whole.latency),
+            network_forward=Growth.of(whole.network_forward, none, none),
+            network_backward=Growth.of(whole.network_backward, none, none),
         )
 
 
@@ -189,7 +194,7 @@ def _of_own_slices(
 
 def _of_slice(whole: ChunkCosts, length: float, context: float) -> ChunkCosts:
     """length, context: of the whole sequence, what it has of a cost that grows with its length, and of attention's."""
-    forward, backward, weight, apart, communication = (each.at(length, context) for each in Growths.of(whole))
+    forward, backward, weight, apart, communication, *network = (each.at(length, context) for each in Growths.of(whole))
 
     def scaled(values: Sequence[float]) -> tuple[float, ...]:
         return tuple(value * length for value in values)
@@ -208,6 +213,6 @@ def _of_slice(whole: ChunkCosts, length: float, context: float) -> ChunkCosts:
         recompute=tuple(time * (of_slice / of_all if of_all else length) for time, of_slice, of_all in again),
         checkpoint=None if whole.checkpoint is None else scaled(whole.checkpoint),
         streamed=tuple(map(min, whole.streamed, activation)),
-        network_forward=tuple(map(min, scaled(whole.network_forward), forward)),
-        network_backward=tuple(map(min, scaled(whole.network_backward), backward)),
+        network_forward=tuple(map(min, network[0], forward)),
+        network_backward=tuple(map(min, network[1], backward)),
     )

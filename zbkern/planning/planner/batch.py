@@ -1,9 +1,9 @@
 """plan_batch: a schedule for one batch of sequences of unequal lengths, made before its step.
 
 Long sequences are cut into slices and short ones are put together in packs, so that all units take about as long. The
-order of the microbatches and the rule of the list scheduler are then changed at random (csrc/planner_batch.cpp). Whole
-packs in published schedules are tried as well. The result depends on the lengths and the costs alone, so that every
-rank finds the same.
+order of the microbatches and the rule of the list scheduler are then changed at random (csrc/planner_batch.cpp), with
+passes in turn, and where costs have network time also beside each other. Whole packs in published schedules are tried
+as well. The result depends on the lengths and the costs alone, so that every rank finds the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import amount, enough
 
 PASSES = 400_000
-"""How many passes a search runs where nothing else is said: about 40 ms of one core."""
+"""How many passes a search runs where nothing else is said: about 40 ms of one core, 100 with network time."""
 _SCALE = float(2**44)  # of times and memory, which the search has as whole numbers
 _UNLIMITED = float(2**60)
 _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
@@ -81,7 +81,8 @@ def plan_batch(
             time: one number, one per rank, or None for none.
         multiple: of which slices are.
         packs: False for models that would let sequences in one row see each other: each is then one of its own.
-        passes: how many the search runs again, a budget that is the same on every machine.
+        passes: how many the search runs again, a budget that is the same on every machine; as many again for passes
+            beside each other, where costs have network time.
 
     Raises ScheduleError where the batch does not fit the limit, TypeError or ValueError for other arguments,
     RuntimeError without the compiled search.
@@ -135,7 +136,8 @@ def best_batch_plan(request: BatchRequest, lengths: Sequence[int]) -> BatchPlan:
     order = [end - 1 - slice for end, cut in ends for slice in range(len(cut))]  # of the units' B
     actions = actions_of(found.rows, found.fused, order)
     peaks = (own + peak / problem.memory_scale for own, peak in zip(flat.static, found.peaks, strict=True))
-    schedule = Schedule(actions, owners, len(cuts), "plan-batch", own_slices=cuts).proven()
+    beside = tuple(map(tuple, found.beside)) if any(found.beside) else ()
+    schedule = Schedule(actions, owners, len(cuts), "plan-batch", own_slices=cuts, beside=beside).proven()
     events, unit = events_of(actions, found.times), costs.time_unit or ""
     return BatchPlan(
         timeline=Timeline(schedule, events, tuple(peaks), unit, memory_unit=costs.memory_unit or ""),
@@ -163,7 +165,8 @@ def sequence_work(costs: Costs, length: int) -> float:
 class _BatchCosts(NamedTuple):
     """What the compiled search reads (csrc/planner_batch.h); times and memory in its own units.
 
-    communication: of a message from a chunk to the next. limit: of each rank, beside what it holds all the time.
+    communication: of a message from a chunk to the next. collectives: of an F or B of each chunk; () where none can be
+    hidden. limit: of each rank, beside what it holds all the time.
     bound: in the unit of the costs.
     """
 
@@ -177,6 +180,9 @@ class _BatchCosts(NamedTuple):
     held: Growth
     carried: Growth
     carried_gradients: Growth
+    network_forward: Growth
+    network_backward: Growth
+    collectives: tuple[int, ...]
     merge_saving: tuple[float, ...]
     limit: tuple[int, ...]
     multiple: int
@@ -197,8 +203,7 @@ class _BatchCosts(NamedTuple):
     ) -> _BatchCosts:
         whole, shares = flat.whole, [length / tokens for length in lengths]
         none, ranks = (0.0,) * len(flat.placement), len(flat.static)
-        bound = batch_bound(flat, shares)
-        time_scale = _SCALE / max(ranks * bound, 1e-300)
+        time_scale = _SCALE / max(ranks * batch_bound(flat, shares, beside=False), 1e-300)
         most = (sum(whole.activation) + sum(whole.held)) * max(sum(shares), sum(share * share for share in shares))
         memory_scale = _SCALE / max(most, 1e-300)
 
@@ -222,13 +227,16 @@ class _BatchCosts(NamedTuple):
             held=memory(whole.held),
             carried=memory(whole.carried),
             carried_gradients=memory(whole.carried_gradients),
+            network_forward=per_token(growths.network_forward, time_scale),
+            network_backward=per_token(growths.network_backward, time_scale),
+            collectives=tuple(max(1, round(each)) for each in whole.collectives) if flat.has_network else (),
             merge_saving=tuple(value * time_scale for value in whole.merge_saving),
             limit=tuple(round(min(room * (1 + _SLACK) * memory_scale, _UNLIMITED)) for room in rooms),
             multiple=multiple,
             packs=bool(packs),
             time_scale=time_scale,
             memory_scale=memory_scale,
-            bound=bound,
+            bound=batch_bound(flat, shares, beside=flat.has_network),
         )
 
 
@@ -241,6 +249,7 @@ class _Found(NamedTuple):
     cuts: list[list[int]]
     rows: Rows
     fused: list[int]
+    beside: list[list[tuple[int, int]]]
     times: list[tuple[list[float], list[float]]] | None
     peaks: list[int]
     published: int

@@ -61,21 +61,33 @@ def lanes_bound(flat: FlatCosts, units: int) -> float:
     return max(*compute, *network)
 
 
-def batch_bound(flat: FlatCosts, shares: Sequence[float]) -> float:
+def batch_bound(flat: FlatCosts, shares: Sequence[float], *, beside: bool) -> float:
     """The same of a batch, whatever its sequences are cut into and packed with: the busiest rank's passes follow one
     another, and each chunk has one unit at least.
 
     shares: the sequences' lengths, of the one that the costs are of. A W that is merged may save no more than is fixed
-    in a backward, or all of it counts as saved: then many units may take less than one.
+    in a backward, or all of it counts as saved: then many units may take less than one. What passes beside each other
+    hide is at most what grows with the tokens, and the network carries at least as much of it as passes are long.
+    beside: whether passes run beside each other.
     """
-    busy, growths = [0.0] * len(flat.static), Growths.of(flat.whole)
+    compute, network, growths = [0.0] * len(flat.static), [0.0] * len(flat.static), Growths.of(flat.whole)
     tokens, pairs = sum(shares), sum(share * share for share in shares)
-    forward, backward, fused = (each.at(tokens, pairs) for each in (growths.forward, growths.backward, growths.fused))
+    forward, backward, fused, *hidden = (
+        each.at(tokens, pairs)
+        for each in (
+            *(growths.forward, growths.backward, growths.fused),
+            *(growths.network_forward, growths.network_backward),
+        )
+    )
     for chunk, (rank, saved) in enumerate(zip(flat.placement, flat.whole.merge_saving, strict=True)):
         more = max(0.0, saved - growths.apart.fixed[chunk])  # than a fused backward saves
         least = fused[chunk] - more if more <= growths.fused.fixed[chunk] else min(fused[chunk], backward[chunk])
-        busy[rank] += forward[chunk] + max(0.0, least)
-    return max(busy)
+        in_forward, in_backward = (each[chunk] if beside else 0.0 for each in hidden)
+        compute[rank] += max(0.0, forward[chunk] - in_forward) + max(0.0, least - in_backward)
+        backwards = growths.backward.linear[chunk], growths.fused.linear[chunk]
+        network[rank] += min(in_forward, tokens * growths.forward.linear[chunk])
+        network[rank] += min(in_backward, *(tokens * linear for linear in backwards))
+    return max(*compute, *network)
 
 
 def _arrivals(problem: Problem, slice: int = 0) -> list[int]:
