@@ -102,6 +102,7 @@ Problem problem_of(const BatchCosts& costs, const BatchRows& rows, const std::ve
   p.ranks = static_cast<int>(costs.limit.size()), p.chunks = static_cast<int>(costs.placement.size());
   const bool has_network = !costs.collectives.empty();
   p.units = static_cast<int>(units.size()), p.placement = costs.placement, p.limit = costs.limit, p.makespan = true;
+  p.apart = costs.apart;
   const auto whole = [](double value) { return static_cast<Time>(std::llround(value)); };
   for (int c = 0; c < p.chunks; c++) {
     const auto of = [&](const Growth& growth, const Unit& u) { return whole(growth.of(c, u.tokens, u.pairs)); };

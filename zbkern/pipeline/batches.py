@@ -52,7 +52,7 @@ class PlannedBatches:
         dataset: has a length, and gives for a number a list of tokens, or a mapping with "input_ids" and, where not all
             tokens count, "labels" (-100 for those that do not) or a mask such as "completion_mask". What is padding by
             "attention_mask" is left out.
-        costs, stages, chunks, placement, memory_limit, multiple, packs, passes: as for `plan_batch`.
+        costs, stages, chunks, placement, memory_limit, multiple, packs, passes, fully_shard: as for `plan_batch`.
         sequences, tokens: how many a step has, one of the two; the last step of an epoch may have fewer.
         replica, replicas: which of how many data-parallel pipelines this is: each step's sequences are divided over
             them by work, and the losses' mean over replicas is that over all tokens.
@@ -77,6 +77,7 @@ class PlannedBatches:
         multiple: int = 128,
         packs: bool = True,
         passes: int = PASSES,
+        fully_shard: bool = False,
         replica: int = 0,
         replicas: int = 1,
         seed: int = 0,
@@ -102,6 +103,7 @@ class PlannedBatches:
             multiple=multiple,
             packs=packs,
             passes=passes,
+            fully_shard=fully_shard,
         )
         self._epoch = self._first = 0  # of the epoch's order, the first sequence of the next step
 

@@ -96,3 +96,19 @@ def test_most_of_the_network_is_hidden_in_packs_and_slices() -> None:
     compute = 2 * 3 * sum(lengths) / 4096
     assert plan.makespan < compute / 0.88
     assert plan_batch(lengths, replace(costs, network_forward=0.0, network_backward=0.0), 4).makespan > compute / 0.75
+
+
+def test_passes_of_a_chunk_in_fully_shard_are_apart() -> None:
+    generator = random.Random(3)
+    lengths, costs = lengths_of(generator, 30), with_network(costs_of(8, generator), generator, 0.5)
+    free, apart = (plan_batch(lengths, costs, 4, passes=50_000, fully_shard=each) for each in (False, True))
+
+    def alike(plan: BatchPlan) -> int:
+        """Groups that have several passes of one chunk."""
+        rows = zip(plan.schedule.actions, plan.schedule.beside, strict=True)
+        groups = [[each.chunk for each in row[a:b] if each.kind != "W"] for row, ranges in rows for a, b in ranges]
+        return sum(len({*group}) < len(group) for group in groups)
+
+    assert alike(free)
+    assert apart.schedule.beside
+    assert not alike(apart)

@@ -70,6 +70,7 @@ def plan_batch(
     multiple: int = 128,
     packs: bool = True,
     passes: int = PASSES,
+    fully_shard: bool = False,
 ) -> BatchPlan:
     """A plan of one step for sequences of these lengths, in tokens.
 
@@ -83,6 +84,7 @@ def plan_batch(
         packs: False for models that would let sequences in one row see each other: each is then one of its own.
         passes: how many the search runs again, a budget that is the same on every machine; as many again for passes
             beside each other, where costs have network time.
+        fully_shard: as in `PlanOptions`.
 
     Raises ScheduleError where the batch does not fit the limit, TypeError or ValueError for other arguments,
     RuntimeError without the compiled search.
@@ -96,6 +98,7 @@ def plan_batch(
         multiple=multiple,
         packs=packs,
         passes=passes,
+        fully_shard=fully_shard,
     )
     return best_batch_plan(request, lengths)
 
@@ -112,7 +115,7 @@ def best_batch_plan(request: BatchRequest, lengths: Sequence[int]) -> BatchPlan:
     assert costs.tokens is not None
     _, owners = request.placed(request.chunks_per_rank)
     flat = FlatCosts.of(costs, owners)
-    problem = _BatchCosts.of(flat, costs.tokens, lengths, limits, request.multiple, request.packs)
+    problem = _BatchCosts.of(flat, costs.tokens, lengths, request)
     wanted = [per_rank * stages for per_rank in _PACKS] if request.packs else [len(lengths)]
     counts_of_packs = dict.fromkeys(min(len(lengths), count) for count in wanted)
     known = [each for count in counts_of_packs for each in published_orders(owners, count)]
@@ -187,6 +190,7 @@ class _BatchCosts(NamedTuple):
     limit: tuple[int, ...]
     multiple: int
     packs: bool
+    apart: bool
     time_scale: float
     memory_scale: float
     bound: float
@@ -197,9 +201,7 @@ class _BatchCosts(NamedTuple):
         flat: FlatCosts,
         tokens: int,
         lengths: Sequence[int],
-        limits: Sequence[float] | None,
-        multiple: int,
-        packs: bool,
+        request: BatchRequest,
     ) -> _BatchCosts:
         whole, shares = flat.whole, [length / tokens for length in lengths]
         none, ranks = (0.0,) * len(flat.placement), len(flat.static)
@@ -215,7 +217,7 @@ class _BatchCosts(NamedTuple):
             return per_token(Growth(none, tuple(values), none), memory_scale)
 
         growths = Growths.of(whole)
-        rooms = [most - own for most, own in zip(limits or [math.inf] * ranks, flat.static, strict=True)]
+        rooms = [most - own for most, own in zip(request.limits or [math.inf] * ranks, flat.static, strict=True)]
         return cls(
             placement=flat.placement,
             forward=per_token(growths.forward, time_scale),
@@ -232,8 +234,9 @@ class _BatchCosts(NamedTuple):
             collectives=tuple(max(1, round(each)) for each in whole.collectives) if flat.has_network else (),
             merge_saving=tuple(value * time_scale for value in whole.merge_saving),
             limit=tuple(round(min(room * (1 + _SLACK) * memory_scale, _UNLIMITED)) for room in rooms),
-            multiple=multiple,
-            packs=bool(packs),
+            multiple=request.multiple,
+            packs=bool(request.packs),
+            apart=bool(request.fully_shard),
             time_scale=time_scale,
             memory_scale=memory_scale,
             bound=batch_bound(flat, shares, beside=flat.has_network),

@@ -202,6 +202,7 @@ class BatchRequest(Request):
     multiple: int
     packs: bool
     passes: int
+    fully_shard: bool
 
     by_chunks: ClassVar[tuple[str, str, str]] = ("linear", "v", "loop")
 

@@ -62,7 +62,7 @@ class Replicas:
                 raise ValueError(
                     f"Pipeline: chunk {chunk} is in fully_shard, and {beside} would use its weights at once; use a "
                     "schedule in which passes of different chunks run beside each other, such as dualpipe_v, or "
-                    "plan(..., options=PlanOptions(fully_shard=True))"
+                    "plan(..., options=PlanOptions(fully_shard=True)), plan_batch(..., fully_shard=True)"
                 )
 
     def begin(self, microbatches: int) -> None:
