@@ -201,10 +201,30 @@ def test_passes_are_joined_as_they_are_simulated(make: Callable[[int, int], Sche
     passes = {
         rank: [(event.action, event.end - event.start) for event in row] for rank, row in enumerate(expected.events)
     }
-    found = joined(schedule, passes, lambda unit: [0.25] * (count - 1))
+    found = joined(schedule, passes, lambda unit: [0.25] * (count - 1), lambda unit: [0.0] * (count - 1))
     assert found.cost == pytest.approx(expected.cost)
     for ours, theirs in zip(found.events, expected.events, strict=True):
         assert [event.end for event in ours] == pytest.approx([event.end for event in theirs])
+
+
+def test_ranks_run_no_pass_while_they_send_and_receive() -> None:
+    """Unless they wait anyway. Chunks 1 and 2 are on one rank, between them nothing is sent."""
+    schedule = schedules.zb_v(2, 1)
+    lengths = {
+        rank: [(action, 20.0 if str(action) == "3W0" else 4.0) for action in row]
+        for rank, row in enumerate(schedule.actions)
+    }
+    found = joined(schedule, lengths, lambda unit: [3.0, 9.0, 3.0], lambda unit: [1.0, 9.0, 2.0])
+    starts = [{str(event.action): event.start for event in row} for row in found.events]
+    assert starts[0] == {"0F0": 0.0, "3F0": 18.0, "3B0": 22.0, "3W0": 28.0, "0B0": 49.0, "0W0": 53.0}
+    assert starts[1] == {"1F0": 7.0, "2F0": 11.0, "2B0": 29.0, "2W0": 33.0, "1B0": 37.0, "1W0": 42.0}
+
+
+def test_a_slow_host_makes_a_longer_step() -> None:
+    schedule = schedules.interleaved(2, M)
+    near, slow = rehearsed(schedule), rehearsed(schedule, host_bandwidth=8.0)  # bytes per second
+    assert slow.timeline.cost > 10 > near.timeline.cost
+    assert slow.timeline.busy == pytest.approx(near.timeline.busy, abs=1.0)
 
 
 def test_ranks_that_do_not_run_take_as_long_as_the_nearest() -> None:
@@ -274,7 +294,8 @@ def test_a_batch_whose_sequences_are_cut_each_in_its_own_way_is_rehearsed() -> N
         ({"speeds": [1.0, 2.0]}, ValueError, "rehearse: speeds must be one number per rank \\(4\\)"),
         ({"ranks": [4]}, ScheduleError, "ranks must be from 0 to 3; got \\[4\\]"),
         ({"latency": -1.0}, ValueError, "latency must be"),
-        ({"bandwidth": 0.0}, ValueError, "bandwidth must be a number above 0"),
+        ({"bandwidth": 0.0}, ValueError, "rehearse: bandwidth must be a number above 0"),
+        ({"host_bandwidth": 0.0}, ValueError, "rehearse: host_bandwidth must be a number above 0"),
     ],
 )
 def test_wrong_arguments(wrong: dict[str, Any], error: type[Exception], words: str) -> None:

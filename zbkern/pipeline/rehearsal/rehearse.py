@@ -33,6 +33,7 @@ from zbkern.schedules.program import offloads_or_recomputes
 from zbkern.schedules.schedule import Schedule
 
 Passes = Sequence[tuple[Action, float]]  # in their order on a rank, with seconds
+OverEdges = Callable[[int], Sequence[float]]  # by unit, seconds of its message over the edge behind each chunk
 MakeOptimizer = Callable[[Pipeline], torch.optim.Optimizer]
 
 
@@ -107,6 +108,7 @@ def rehearse(
     device: torch.device | str | None = None,
     latency: float = 0.0,
     bandwidth: float = math.inf,
+    host_bandwidth: float = math.inf,
     speeds: Sequence[float] | None = None,
     repeats: int = 3,
     options: StepOptions | None = None,
@@ -123,6 +125,8 @@ def rehearse(
             and states then count.
         device: None for that of the chunks.
         latency, bandwidth: of a message between ranks, in seconds and bytes per second.
+        host_bandwidth: bytes per second that a rank can send or receive where the processor that runs its passes does
+            so, as gloo's does between CPUs; its passes wait meanwhile. math.inf where a device copies.
         speeds: of the ranks, where they differ, 1 for this device, as in `plan`.
         repeats: measured steps, after one to warm up.
 
@@ -134,7 +138,8 @@ def rehearse(
     Raises TypeError and ValueError as `Pipeline` does, ScheduleError for a rank that the schedule has not.
     """
     check_count("rehearse: repeats", repeats)
-    for name, value, least in (("latency", latency, -1.0), ("bandwidth", bandwidth, 0.0)):
+    rates_of_links = ("bandwidth", bandwidth, 0.0), ("host_bandwidth", host_bandwidth, 0.0)
+    for name, value, least in (("latency", latency, -1.0), *rates_of_links):
         if not value > least:
             raise ValueError(f"rehearse: {name} must be a number above {max(least, 0):g}; got {value!r}")
     rates = None if speeds is None else checked_speeds("rehearse", speeds, schedule.ranks)
@@ -153,12 +158,13 @@ def rehearse(
         if not again:
             break
         found.update({rank: step.alone(rank) for rank in sorted(again)})
-    passes, travel = {rank: found[rank].passes for rank in found}, step.travel(latency, bandwidth)
-    alike = joined(schedule, passes, travel)
+    passes = {rank: found[rank].passes for rank in found}
+    links = step.over_edges(latency, bandwidth), step.over_edges(0.0, host_bandwidth)
+    alike = joined(schedule, passes, *links)
     if rates is None:
         return Rehearsal(schedule, {rank: found[rank] for rank in wanted}, alike, alike)
     ran = {rank: found[rank].at(rates[rank]) for rank in wanted}
-    return Rehearsal(schedule, ran, joined(schedule, passes, travel, rates), alike, rates)
+    return Rehearsal(schedule, ran, joined(schedule, passes, *links, rates), alike, rates)
 
 
 class _Step:
@@ -204,7 +210,7 @@ class _Step:
         actions = [action for action, _ in steps[0]]
         return Rank([*zip(actions, times, strict=True)], median(ends), peak)
 
-    def travel(self, latency: float, bandwidth: float) -> Callable[[int], list[float]]:
+    def over_edges(self, latency: float, bandwidth: float) -> OverEdges:
         """By unit, the seconds of its message over the edge behind each chunk."""
         edges = range(1, len(self._schedule.placement))
 
@@ -233,28 +239,48 @@ class _Step:
 def joined(
     schedule: Schedule,
     passes: Mapping[int, Passes],
-    travel: Callable[[int], Sequence[float]],
+    travel: OverEdges,
+    handling: OverEdges,
     speeds: Sequence[float] | None = None,
 ) -> Timeline:
     """The timeline of a step whose ranks take so long for their passes, each in its order.
 
-    travel: by unit, the seconds of a message over each edge. Ranks without passes have those of the nearest chunk.
-    speeds: of the ranks, by which all that is measured is divided.
+    travel: of a message from rank to rank. handling: the part of it in which the sender, and another one in which the
+    receiver, can run no pass. Ranks without passes have those of the nearest chunk. speeds: of the ranks, by which all
+    that is measured is divided.
     """
     lengths = {action: length for some in passes.values() for action, length in some}
     known = sorted({action.chunk for action in lengths})
     rows = [[a for a in row if a.kind not in COPIES] for row in schedule.actions]
     ends: dict[Result | None, float] = {}
     events: list[list[Event]] = [[] for _ in rows]
+    free = [0.0] * len(rows)  # when a rank can run its next pass
     for rank, action in order_of_running(rows, len(schedule.placement)):
         nearest = min(known, key=lambda chunk: (abs(chunk - action.chunk), -chunk))
         length = lengths.get(action, lengths.get(action._replace(chunk=nearest), 0.0))
         length /= speeds[rank] if speeds else 1.0
         _, arrived = arrival(action, ends, travel(action.microbatch), schedule.placement)
-        start = max(events[rank][-1].end if events[rank] else 0.0, arrived)
+        receiving, sending = _handling(action, schedule.placement, handling)
+        start = max(free[rank] + receiving, arrived)  # a rank that waits handles the message on its way
         events[rank].append(Event(rank, action, start, start + length))
         ends[result(action)] = start + length
+        free[rank] = start + length + sending
     return Timeline(schedule, tuple(map(tuple, events)), unit="s")
+
+
+def _handling(action: Action, placement: Sequence[int], handling: OverEdges) -> tuple[float, float]:
+    """Seconds of a rank for the message that a pass takes, and for the one that it sends."""
+    edges = action.chunk - 1, action.chunk
+    taken, sent = edges if action.kind == "F" else reversed(edges)
+    if result(action) is None:
+        return 0.0, 0.0
+    seconds = handling(action.microbatch)
+
+    def over(edge: int) -> float:
+        crosses = 0 <= edge < len(placement) - 1 and placement[edge] != placement[edge + 1]
+        return seconds[edge] if crosses else 0.0
+
+    return over(taken), over(sent)
 
 
 def _lengths(events: Sequence[Event]) -> Passes:
