@@ -16,7 +16,8 @@ from bench.split_models import LLAMA
 from tests.support.configurations import setting_of
 from tests.support.llama_block import held_and_saved
 from zbkern.pipeline import ModelCosts, layers_of, plan
-from zbkern.planning.cost_model.architecture import FAMILIES, Architecture, architecture, load_architecture
+from zbkern.planning.cost_model.architecture import Architecture, architecture, load_architecture
+from zbkern.planning.cost_model.configuration import FAMILIES
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
 from zbkern.planning.cost_model.model_costs import Job, Setting
@@ -448,6 +449,10 @@ def test_a_node_that_is_not_full() -> None:
         (
             {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 5},
             "num_experts_per_tok must be at most the number of experts, 4; got 5",
+        ),
+        (
+            {"model_type": "jamba", "attn_layer_period": 2, "attn_layer_offset": -1},
+            "attn_layer_offset must be a whole number, at least 0 and at most 100,000,000; got -1",
         ),
         ({"model_type": "bert"}, "model_type must be that of a decoder that is known; got 'bert'"),
     ],
