@@ -484,6 +484,28 @@ def test_queries_that_see_no_key_are_zero_beside_a_sequence_of_more_keys() -> No
     assert k.grad.isfinite().all()
 
 
+def test_the_backward_of_a_pack_writes_no_more_for_more_sequences() -> None:
+    """Counted where tensors are made: numbers for each sequence, and none of them for the tokens of others."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Written(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            self.numbers += sum(each.numel() for each in (out if isinstance(out, (tuple, list)) else [out]))
+            return out
+
+    def written(sequences: int) -> int:
+        qkv = torch.randn(3, 64, 2, 8, requires_grad=True)
+        y = Z.attention(*qkv.unbind(), True, Z.AttentionOptions(), [*range(0, 65, 64 // sequences)])
+        with Written() as found:
+            y.sum().backward()
+        return found.numbers
+
+    assert written(32) <= 1.1 * written(2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_rounds_once(interleaved: bool, dtype: torch.dtype) -> None:

@@ -76,13 +76,18 @@ def attention_with_torch(sinks: Tensor | None, q: Tensor, k: Tensor, v: Tensor, 
     """The core in torch's own operations, of batched or packed tensors."""
     if q.dim() == 4:
         return _one_shape(sinks, q, k, v, options)
-    ends, key_ends = ends_on_host(options.queries), ends_on_host(options.keys)
-    sequences = [
-        _one_shape(sinks, q[None, a:b], k[None, c:d], v[None, c:d], options)[0]
-        for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True)
-    ]
-    beyond = q.new_zeros(q.shape[0] - ends[-1], q.shape[1], v.shape[2])
+    parts = [_by_sequence(t, ends) for t, ends in ((q, options.queries), (k, options.keys), (v, options.keys))]
+    sequences = [_one_shape(sinks, a, b, c, options)[0] for a, b, c in zip(*parts, strict=True)]
+    beyond = q.new_zeros(q.shape[0] - sum(map(len, sequences)), q.shape[1], v.shape[2])
     return torch.cat([*sequences, beyond]) if len(beyond) or not sequences else torch.cat(sequences)
+
+
+def _by_sequence(tokens: Tensor, ends: tuple[int, ...] | Tensor) -> list[Tensor]:
+    """[T, heads, D] as [1, tokens, heads, D] of every sequence. In one operation: the backward of a slice of its own
+    writes, for each, zeros for all tokens (64 sequences of 32 tokens: 3 times as long)."""
+    ends = ends_on_host(ends)
+    *sequences, _ = tokens.split([b - a for a, b in pairwise((*ends, len(tokens)))])
+    return [sequence[None] for sequence in sequences]
 
 
 def _joins_products(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> bool:
