@@ -106,8 +106,9 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
         program("deciding rows", [*rows, "--rows", *gpu_rows.DECIDING], 40, "rows"),
         Job("tests alone", [*several[:-2], "-m", "gpu and alone", "tests/gpu"], 35),
         Job("tests", [*several, "-m", "gpu and not alone", "--deselect", launches, "tests/gpu"], 110),
+        program("passes beside each other", ["-m", "bench.overlap_gpu", *few[:1]], 20),
         program("virtual stages", ["-m", "bench.virtual_stages", "--rounds", "5"], 30),
-        program("rows", [*rows, "--rows", *others], 85),
+        program("rows", [*rows, "--rows", *others], 65),
         Job("tiles of W", [*tiles, str(work / "tiles-of-W" / "tiles.json")], 35),
         Job("sanitizer", sanitizer, 35),
     ]

@@ -3,8 +3,9 @@
 Every all-to-all takes so much longer that all of them are 25 %, and then 40 %, of a step in turn; no core computes
 meanwhile. With 2 ranks, one stage of expert-parallel layers: F beside B, and W in all collectives. With 4, two stages
 of two expert ranks: the pairs of DualPipe-V, in zbkern and in torch's own engine, and a plan. All ways take their steps
-in turn in one run. No figure without a check that the gradients are those of the first way. The last line has, for each
-share, the time of zbkern's best way beside each other, over that without latency, and over the best way in turn.
+in turn in one run. No figure without a check that the gradients are those of the first way. A turn is what two passes
+that only take turns cost the host. The last line has, for each share, the time of zbkern's best way beside each other,
+over that without latency, and over the best way in turn.
 
     python -m bench.overlap [--ranks 2] [--microbatches 8] [--tokens 512] [--rounds 5] [--out FOLDER]
 """
@@ -15,7 +16,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -29,12 +30,14 @@ from bench.overlap_planned import costs_of
 from bench.overlap_torch import TorchPairs
 from zbkern import testing
 from zbkern.pipeline import Action, Pipeline, Schedule, plan, schedules
+from zbkern.pipeline.runtime.overlap.passes import Passes
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.reporting import environment, machine_line
 
 WIDTH, HIDDEN, LAYERS = 256, 1024, 4
 EXPERT_RANKS = 2
 SHARES = (0.25, 0.40)
+TURNS = 200  # of a round
 
 
 class Way(NamedTuple):
@@ -74,12 +77,17 @@ class _Late:
 
 
 class Layer(nn.Module):
-    def __init__(self, group: Any) -> None:
+    """kind: `zbkern.nn.ExpertParallel`, or what stands in for it."""
+
+    def __init__(
+        self, group: Any = None, width: int = WIDTH, kind: type[zbkern.nn.ExpertParallel] = zbkern.nn.ExpertParallel
+    ) -> None:
         super().__init__()
-        self.up, self.down = zbkern.nn.Linear(WIDTH, HIDDEN), zbkern.nn.Linear(HIDDEN, WIDTH)
-        experts = zbkern.nn.Experts(WIDTH, HIDDEN // 2, num_experts=2)
-        router = zbkern.nn.Linear(WIDTH, 2 * EXPERT_RANKS, bias=False)
-        self.experts = zbkern.nn.ExpertParallel(experts, router, top_k=2, group=group)
+        hidden = HIDDEN // WIDTH * width
+        self.up, self.down = zbkern.nn.Linear(width, hidden), zbkern.nn.Linear(hidden, width)
+        experts = zbkern.nn.Experts(width, hidden // 2, num_experts=2)
+        router = zbkern.nn.Linear(width, 2 * EXPERT_RANKS, bias=False)
+        self.experts = kind(experts, router, top_k=2, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(torch.relu(self.up(x)))
@@ -126,11 +134,81 @@ def mean_square(y: Tensor, _: Tensor) -> Tensor:
     return y.square().mean()
 
 
+class Contest:
+    """Ways to run the same layers, by number, whose steps take turns. ready: waits until all have ended before."""
+
+    def __init__(
+        self,
+        ways: Sequence[Way],
+        pipes: Sequence[Pipeline | TorchPairs],
+        layers: Sequence[Mapping[int, nn.Module]],
+        batch: Sequence[Tensor],
+        network: Any,
+        ready: Callable[[], Any],
+    ) -> None:
+        self._ways, self._pipes, self._layers, self._batch = ways, pipes, layers, batch
+        self._network, self._ready = network, ready
+
+    def rows(self, rounds: int, agree: Callable[[float], float] = float) -> list[dict[str, Any]]:
+        """Of each share and way. agree: on the latency, where ranks have measured others."""
+        for index in range(len(self._ways)):
+            self._step(index)
+        self._compare()
+        self._network.count = 0
+        self._step(0)
+        collectives = self._network.count
+        found = []
+        for share in SHARES:
+            self._network.latency = 0.0  # not that of the share before, which the base would have in it
+            base = statistics.median(self._step(0) for _ in range(3))
+            found += self._rows_of(share, agree(base * share / (1 - share) / collectives), rounds)
+        return found
+
+    def _rows_of(self, share: float, latency: float, rounds: int) -> list[dict[str, Any]]:
+        times: list[list[float]] = [[] for _ in self._ways]
+        without: list[float] = []
+        for _ in range(rounds):
+            self._network.latency = 0.0
+            without.append(min(self._step(index) for index, way in enumerate(self._ways) if not way.is_beside))
+            self._network.latency = latency
+            for index, each in enumerate(times):
+                each.append(self._step(index))
+        self._compare()
+        zero, rows = statistics.median(without), []
+        for way, each in zip(self._ways, times, strict=True):
+            took = statistics.median(each)
+            row = {"share": share, "latency_ms": 1e3 * latency, "way": way.name, "beside": way.is_beside}
+            rows.append({**row, "step_ms": 1e3 * took, "without_ms": 1e3 * zero, "of_without": took / zero})
+        return rows
+
+    def _step(self, index: int) -> float:
+        for layer in self._layers[index].values():
+            layer.zero_grad()
+        self._ready()
+        start = time.perf_counter()
+        self._pipes[index].step(self._batch, self._batch)
+        self._ready()
+        return time.perf_counter() - start
+
+    def _compare(self) -> None:
+        first = self._layers[0]
+        for found in self._layers[1:]:
+            for number in found.keys() & first.keys():  # V schedules have other layers in the same place
+                for mine, other in zip(found[number].parameters(), first[number].parameters(), strict=True):
+                    testing.assert_close(mine.grad, other.grad)
+
+
+def pipeline_of(way: Way, chunks: Sequence[nn.Module], group: Any) -> Pipeline:
+    pipe = Pipeline(chunks, way.schedule, mean_square, group, timeout=300)
+    pipe.queue.merge, pipe.queue.wgrads_per_collective = False, way.wgrads_per_collective
+    return pipe
+
+
 def measure(stages: int, microbatches: int, tokens: int, rounds: int) -> list[dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (stages, EXPERT_RANKS), mesh_dim_names=("stage", "expert"))
-    stage, network = mesh["stage"].get_local_rank(), Network()
+    stage = mesh["stage"].get_local_rank()
     generator = torch.Generator().manual_seed(mesh["expert"].get_local_rank())
     xs = [torch.randn(tokens, WIDTH, generator=generator) for _ in range(microbatches)]
     ways, layers = ways_of(stages, microbatches), []
@@ -150,55 +228,34 @@ def measure(stages: int, microbatches: int, tokens: int, rounds: int) -> list[di
         if way.is_torchs:
             pipes.append(TorchPairs(chunks, microbatches, xs[0], mean_square, group))
         else:
-            pipe = Pipeline(chunks, way.schedule, mean_square, group, timeout=300)
-            pipe.queue.merge, pipe.queue.wgrads_per_collective = False, way.wgrads_per_collective
-            pipes.append(pipe)
+            pipes.append(pipeline_of(way, chunks, group))
         layers.append(found)
 
-    def step(index: int) -> float:
-        for layer in layers[index].values():
-            layer.zero_grad()
-        dist.barrier()
-        start = time.perf_counter()
-        pipes[index].step(xs, xs)
-        dist.barrier()
-        return time.perf_counter() - start
+    def agree(latency: float) -> float:
+        shared = torch.tensor(latency)
+        dist.broadcast(shared, 0)
+        return shared.item()
 
-    def compare() -> None:
-        for found in layers[1:]:
-            for number in found.keys() & layers[0].keys():  # V schedules have other layers in the same place
-                for mine, first in zip(found[number].parameters(), layers[0][number].parameters(), strict=True):
-                    testing.assert_close(mine.grad, first.grad)
-
-    for index in range(len(ways)):
-        step(index)
-    compare()
-    network.count = 0
-    step(0)
-    collectives = network.count
-    rows = []
-    for share in SHARES:
-        network.latency = 0.0  # not that of the share before, which the base would have in it
-        base = statistics.median(step(0) for _ in range(3))
-        latency = torch.tensor(base * share / (1 - share) / collectives)
-        dist.broadcast(latency, 0)
-        times: list[list[float]] = [[] for _ in ways]
-        without: list[float] = []
-        for _ in range(rounds):
-            network.latency = 0.0
-            without.append(min(step(index) for index in range(len(ways)) if not ways[index].is_beside))
-            network.latency = latency.item()
-            for index, each in enumerate(times):
-                each.append(step(index))
-        compare()
-        zero = statistics.median(without)
-        for way, each in zip(ways, times, strict=True):
-            took = statistics.median(each)
-            row = {"share": share, "latency_ms": 1e3 * latency.item(), "way": way.name, "beside": way.is_beside}
-            rows.append({**row, "step_ms": 1e3 * took, "without_ms": 1e3 * zero, "of_without": took / zero})
+    rows = Contest(ways, pipes, layers, xs, Network(), dist.barrier).rows(rounds, agree)
     for pipe in pipes:
         pipe.close()
     return rows
+
+
+def turn_us(rounds: int = 20) -> float:
+    """Host time of a turn: the least of rounds of two passes that do nothing else."""
+    passes, took = Passes(torch.device("cpu")), []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        passes.run([_turns, _turns], [])
+        took.append(time.perf_counter() - start)
+    passes.close()
+    return 1e6 * min(took) / (2 * TURNS)
+
+
+def _turns() -> None:
+    for _ in range(TURNS):
+        zbkern.in_flight()
 
 
 def last_line(rows: Sequence[dict[str, Any]]) -> str:
@@ -237,6 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{LAYERS} expert-parallel layers a stage, {o.microbatches} microbatches of {o.tokens} tokens, {o.ranks} ranks"
     )
     print(report.table(title, COLUMNS, found))
+    print(f"\na turn: {turn_us():.0f} us of the host")
     print("\n" + report.write_json("overlap", found, o.out))
     print(last_line(found))
     return 0

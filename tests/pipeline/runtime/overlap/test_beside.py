@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.support.chunks import one_rank, results_on_threads
 from tests.support.random_chunks import InFlight
 from tests.support.schedules import schedule_of
 from zbkern.pipeline import Pipeline, PipelineError, Schedule, schedules
+from zbkern.pipeline.runtime.overlap.passes import Passes
 
 WIDTH = 4
 
@@ -53,10 +55,10 @@ class _Notes(torch.autograd.Function):
         return gradient, None
 
 
-def noted_pipeline(**options: Any) -> tuple[Pipeline, list[str], list[Noted]]:
+def noted_pipeline(schedule: Schedule | None = None) -> tuple[Pipeline, list[str], list[Noted]]:
     notes: list[str] = []
     modules = [Noted(str(chunk), notes) for chunk in range(2)]
-    return one_rank(modules, schedules.dualpipe_v(1, 3), lambda y, _: y.sum(), **options), notes, modules
+    return one_rank(modules, schedule or schedules.dualpipe_v(1, 3), lambda y, _: y.sum()), notes, modules
 
 
 def batch(count: int = 3) -> tuple[list[Tensor], list[Tensor]]:
@@ -73,6 +75,20 @@ def test_passes_take_turns_at_collectives() -> None:
         "0F0,1F0,0F1,1B0,(1F1;0B0)OVERLAP_F_B,(0F2;1B1)OVERLAP_F_B,(1F2;0B1)OVERLAP_F_B,"
     )
     assert " ".join(notes[8:20]) == "1F 0B 1f 0b 0F 1B 0f 1b 1F 0B 1f 0b"
+
+
+def test_a_schedule_without_groups_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread, no turn, and nothing to give way to."""
+    started: list[Any] = []
+    monkeypatch.setattr(threading.Thread, "start", started.append)
+    monkeypatch.setattr(Passes, "run", lambda *_: started.append("turns"))
+    pipe, notes, modules = noted_pipeline(schedule=replace(schedules.dualpipe_v(1, 3), beside=()))
+    for module in modules:
+        module.register_forward_pre_hook(lambda *_: started.append(zbkern.wgrad.queue.thread.give_way))
+    with pipe:
+        pipe.step(*batch())
+    assert started == [None] * 6
+    assert " ".join(notes[8:20]) == "1F 1f 0B 0b 0F 0f 1B 1b 1F 1f 0B 0b"
 
 
 @pytest.mark.parametrize("what", ["F", "f", "B", "b"])
