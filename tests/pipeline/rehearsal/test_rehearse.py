@@ -31,6 +31,7 @@ from zbkern.pipeline.rehearsal.rehearse import Rehearsal, joined, peak_bytes
 from zbkern.pipeline.rehearsal.rehearse import _lengths as lengths
 from zbkern.pipeline.rehearsal.table import table
 from zbkern.pipeline.transport.local import LocalTransport
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.schedules.actions import COPIES
 
 M = 8
@@ -132,6 +133,20 @@ def test_a_message_that_was_guessed_wrong_is_made_up_again() -> None:
     rehearse(make, schedule, nn.functional.mse_loss, *batch, repeats=1)
     assert [shapes[-1] for shapes in seen] == [(2, width) for width in widths[:4]]
     assert seen[3][0] != seen[3][-1]
+
+
+def test_messages_that_wait_count_beside_what_a_rank_holds_alone() -> None:
+    schedule, widths = schedules.zb_v(2, M), [3, 4, 5, 6, 2]
+
+    def make(rank: int) -> list[nn.Module]:
+        return [zbkern.convert(Tells(*widths[at : at + 2], [])) for at in schedule.chunks_of(rank)]
+
+    batch = torch.randn(2 * M, 3), torch.randn(2 * M, 2)
+    found = rehearse(make, schedule, nn.functional.mse_loss, *batch, repeats=1)
+    costs = Costs(message=[2 * 4 * width for width in widths[1:4]])
+    for rank, planned in enumerate(flat_costs(costs, schedule).ahead):
+        assert found.ranks[rank].waiting_bytes == planned > 0
+        assert found.peak_bytes(rank) == found.ranks[rank].peak_bytes + planned
 
 
 def test_messages_have_the_size_of_what_was_sent() -> None:

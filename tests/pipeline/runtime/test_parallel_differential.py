@@ -168,7 +168,9 @@ def planned_peaks(ours: Stages, part: Part) -> tuple[float, ...]:
     options = ProfileOptions(1, 0, copy_size=part.options.copy_size, recompute=part.options.recompute)
     given = loss_fn, *ours.batch(0), MICROBATCHES, ours.group
     costs = profile(ours.modules, ours.schedule.placement, *given, options=options)
-    return simulate(ours.schedule, replace(costs, static=0, offload_bandwidth=1e9, reload_bandwidth=1e9)).peak_memory
+    return simulate(
+        ours.schedule, replace(costs, static=0, message=0, offload_bandwidth=1e9, reload_bandwidth=1e9)
+    ).peak_memory
 
 
 # ---- against one process

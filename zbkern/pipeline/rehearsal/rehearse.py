@@ -28,6 +28,7 @@ from zbkern.planning.costs.chunks import Costs, checked_speeds
 from zbkern.planning.simulation import comparison, drift
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
 from zbkern.schedules.actions import COPIES, Action, ScheduleError, check_count
+from zbkern.schedules.ahead import memory_ahead
 from zbkern.schedules.dependencies import Result, order_of_running, result
 from zbkern.schedules.program import offloads_or_recomputes
 from zbkern.schedules.schedule import Schedule
@@ -42,12 +43,13 @@ class Rank:
     """A rank that ran alone: seconds of its passes and of its optimizer's step, and the most memory that it held.
 
     peak_bytes: on a GPU what torch's allocator has counted; on a CPU weights, gradients, optimizer states, buffers and
-    what microbatches held.
+    what microbatches held. waiting_bytes: what beside it messages of other ranks hold at most until it takes them.
     """
 
     passes: Passes
     optimizer: float
     peak_bytes: int
+    waiting_bytes: int = 0
 
     def at(self, speed: float) -> Rank:
         """As it runs where passes take 1/speed of the time."""
@@ -91,8 +93,8 @@ class Rehearsal:
         return comparison.timelines(self.costs, schedule.ranks, count, schedule.chunks, slices, [*names])
 
     def peak_bytes(self, rank: int) -> int:
-        """The most memory that a rank held."""
-        return self.ranks[rank].peak_bytes
+        """The most memory that a rank holds: alone, and for messages that wait for it."""
+        return self.ranks[rank].peak_bytes + self.ranks[rank].waiting_bytes
 
 
 def rehearse(
@@ -161,9 +163,11 @@ def rehearse(
     passes = {rank: found[rank].passes for rank in found}
     links = step.over_edges(latency, bandwidth), step.over_edges(0.0, host_bandwidth)
     alike = joined(schedule, passes, *links)
+    waiting = memory_ahead(schedule, step.message_bytes)
+    ran = {rank: replace(found[rank], waiting_bytes=round(waiting[rank])) for rank in wanted}
     if rates is None:
-        return Rehearsal(schedule, {rank: found[rank] for rank in wanted}, alike, alike)
-    ran = {rank: found[rank].at(rates[rank]) for rank in wanted}
+        return Rehearsal(schedule, ran, alike, alike)
+    ran = {rank: each.at(rates[rank]) for rank, each in ran.items()}
     return Rehearsal(schedule, ran, joined(schedule, passes, *links, rates), alike, rates)
 
 
@@ -212,13 +216,13 @@ class _Step:
 
     def over_edges(self, latency: float, bandwidth: float) -> OverEdges:
         """By unit, the seconds of its message over the edge behind each chunk."""
-        edges = range(1, len(self._schedule.placement))
+        edges = range(len(self._schedule.placement) - 1)
+        return lambda unit: [latency + self.message_bytes(edge, unit) / bandwidth for edge in edges]
 
-        def times(unit: int) -> list[float]:
-            sizes = [self.messages.nbytes(chunk, unit) for chunk in edges]
-            return [latency + (size or max(sizes)) / bandwidth for size in sizes]
-
-        return times
+    def message_bytes(self, edge: int, unit: int) -> int:
+        """Of a message from this chunk to the next; where that is not known, of the largest one."""
+        chunks = range(1, len(self._schedule.placement))
+        return self.messages.nbytes(edge + 1, unit) or max(self.messages.nbytes(chunk, unit) for chunk in chunks)
 
     def _run(self, pipe: Pipeline, optimizer: torch.optim.Optimizer | None) -> float:
         """A step of the pipeline; returns the seconds of the optimizer's."""

@@ -27,7 +27,9 @@ def table(
     used = {action.kind for row in found.schedule.actions for action in row}
     kinds = [kind for kind in _KINDS if kind in used]
     header = ["rank", *(f"{kind}, ms" for kind in kinds), "all passes, ms", "optimizer, ms", "peak memory"]
-    rows = [[str(at), *(_mean(rank, kind) for kind in kinds), *_sums(rank, memory)] for at, rank in found.ranks.items()]
+    rows = [
+        [str(at), *(_mean(rank, kind) for kind in kinds), *_sums(found, at, memory)] for at, rank in found.ranks.items()
+    ]
     if planned is not None:
         header.insert(len(kinds) + 2, "planned, ms")
         to_ms = 1e3 / TIME_UNITS[planned.unit or "ms"]
@@ -53,7 +55,8 @@ def _mean(rank: Rank, kind: str) -> str:
     return number(1e3 * fmean(times)) if times else ""
 
 
-def _sums(rank: Rank, memory: float | None) -> list[str]:
-    fits = "" if memory is None else ", fits" if rank.peak_bytes <= memory else ", does not fit"
+def _sums(found: Rehearsal, at: int, memory: float | None) -> list[str]:
+    rank, peak = found.ranks[at], found.peak_bytes(at)
+    fits = "" if memory is None else ", fits" if peak <= memory else ", does not fit"
     passes = sum(seconds for _, seconds in rank.passes)
-    return [number(1e3 * passes), number(1e3 * rank.optimizer), amount(rank.peak_bytes, "bytes") + fits]
+    return [number(1e3 * passes), number(1e3 * rank.optimizer), amount(peak, "bytes") + fits]

@@ -41,10 +41,12 @@ def figures(question: Question, found: Plan, setting: Setting) -> Iterator[tuple
     """The costs of a layer, the cut, and how long a step takes."""
     seconds = found.timeline.cost / 1e3 + question.beside
     rate, (each, share) = question.tokens / seconds, question.speed(seconds)
-    static = max(flat_costs(found.costs, found.schedule).static)
+    flat = flat_costs(found.costs, found.schedule)
+    static = max(always - ahead for always, ahead in zip(flat.static, flat.ahead, strict=True))
     yield "layer", _block_costs(setting)
     yield from cut(found, setting.costs, f": {_counted(setting.architecture)}")
     yield "static", f"{amount(static, 'bytes')} at most by rank: weights, gradients, optimizer states, logits"
+    yield "messages", f"{amount(max(flat.ahead), 'bytes')} at most by rank: those that wait there to be taken"
     yield (
         "step",
         f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {share:.1%} of the peak flops; "

@@ -23,7 +23,8 @@ LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the 
 
 
 class ChunkCosts(NamedTuple):
-    """`Costs` written out: one number per chunk in model order (`communication`: one per edge between neighbours)."""
+    """`Costs` written out: one number per chunk in model order (`communication`, `message`: one per edge between
+    neighbours)."""
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -46,6 +47,7 @@ class ChunkCosts(NamedTuple):
     network_forward: tuple[float, ...]
     network_backward: tuple[float, ...]
     collectives: tuple[float, ...]
+    message: tuple[float, ...]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -125,6 +127,8 @@ class Costs(CommonCosts):
             beside each other hide it (`Schedule.beside`); in turn a pass takes all of its time.
         collectives: how many an F has, and a B, whose network time they share equally, with as much of the compute
             before, between and behind them; one at least where there is network time.
+        message: memory of a message between neighbouring chunks on different ranks, a number or one per edge: a rank
+            has room for those that others may have sent before it takes them (`FlatCosts.ahead`).
         tokens: of a sequence, where they are known: slices that a plan chooses are then multiples of 128.
         speeds: of the ranks, where they differ: passes of a chunk take its times, without those of the
             network, divided by the speed of its rank.
@@ -154,6 +158,7 @@ class Costs(CommonCosts):
     network_forward: PerChunk = 0.0
     network_backward: PerChunk = 0.0
     collectives: PerChunk = 0.0
+    message: PerChunk = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -174,7 +179,7 @@ class Costs(CommonCosts):
         for name, other in (("recompute", "forward"), ("carried_gradients", "carried")):
             given[name] = given[other] if given[name] is None else given[name]
         flat: dict[str, Any] = {
-            name: None if value is None else _spread(name, value, chunks - (name == "communication"))
+            name: None if value is None else _spread(name, value, chunks - (name in OF_EDGES))
             for name, value in given.items()
         }
         for name, wholes in PARTS.items():
@@ -202,6 +207,7 @@ PARTS = {
     "network_backward": ("backward",),
 }
 """What each of these costs is a part of, and no more than."""
+OF_EDGES = ("communication", "message")  # one per pair of neighbouring chunks
 TIMES = (
     *("forward", "backward", "weight", "split_overhead", "merge_saving"),
     *("attention_forward", "attention_backward", "overhead", "network_forward", "network_backward"),
@@ -263,7 +269,7 @@ def _spread(name: str, value: Any, count: int) -> tuple[float, ...]:
     if isinstance(value, float):
         return (value,) * count
     if len(value) != count:
-        what = "edges between chunks" if name == "communication" else "chunks"
+        what = "edges between chunks" if name in OF_EDGES else "chunks"
         raise ValueError(
             f"Costs: {name} has {len(value)} entries and the schedule {count} {what}; give one number, or {count}"
         )

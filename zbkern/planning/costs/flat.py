@@ -8,12 +8,13 @@ all of the overhead, and of a message's latency.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from zbkern.planning.costs.chunks import COMPUTED, ChunkCosts, Costs, checked_speeds
+from zbkern.schedules.ahead import memory_ahead
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.slices import Unit, units_of
 
@@ -21,7 +22,10 @@ from zbkern.schedules.slices import Unit, units_of
 def flat_costs(costs: Costs, schedule: Schedule) -> FlatCosts:
     """The costs of a schedule's units. Raises ValueError for costs of another number of chunks, or without tokens where
     sequences have slices of their own."""
-    return FlatCosts.of(costs, schedule.placement, schedule.slices, schedule.own_slices)
+    flat = FlatCosts.of(costs, schedule.placement, schedule.slices, schedule.own_slices)
+    if not any(flat.whole.message):
+        return flat
+    return replace(flat, ahead=tuple(memory_ahead(schedule, lambda edge, unit: flat.of_unit(unit).message[edge])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +34,9 @@ class FlatCosts:
 
     given: the costs that it is made from. placement: the rank of every chunk. slices: those of all sequences. whole:
     the costs of a whole sequence. places: where slices lie in their sequence; those of one sequence, or of every unit
-    where sequences have slices of their own. by_place: their costs.
+    where sequences have slices of their own. by_place: their costs. ahead: on each rank, the memory of the messages
+    that others may have sent before it takes them; where there is no schedule yet, of the largest message that it gets,
+    which every schedule needs at least.
     """
 
     given: Costs
@@ -39,6 +45,7 @@ class FlatCosts:
     whole: ChunkCosts
     places: tuple[Unit, ...]
     by_place: tuple[ChunkCosts, ...]
+    ahead: tuple[float, ...]
 
     @classmethod
     def of(
@@ -58,7 +65,8 @@ class FlatCosts:
             ends = [end / sum(slices) for end in accumulate(slices, initial=0)]
             by_place = tuple(_of_slice(whole, b - a, b * b - a * a) for a, b in pairwise(ends))
         places = units_of(1, slices, own_slices)
-        return cls(costs, tuple(placement), tuple(slices), whole, places, by_place)
+        ahead = _largest_messages(placement, by_place)
+        return cls(costs, tuple(placement), tuple(slices), whole, places, by_place, ahead)
 
     def of_unit(self, unit: int) -> ChunkCosts:
         """A slice's activation is without what is carried, which belongs to the whole sequence (`carried_change`)."""
@@ -66,8 +74,8 @@ class FlatCosts:
 
     @cached_property
     def static(self) -> list[float]:
-        """What each rank holds all the time, in all of its chunks."""
-        total = [0.0] * (max(self.placement) + 1)
+        """What each rank holds all the time: the model states of all of its chunks, and room for messages."""
+        total = [*self.ahead]
         for chunk, rank in enumerate(self.placement):
             total[rank] += self.whole.static[chunk]
         return total
@@ -151,6 +159,16 @@ def kept_by_slices(whole: ChunkCosts) -> list[float]:
     return [max(0.0, activation - carried) for activation, carried in zip(whole.activation, whole.carried, strict=True)]
 
 
+def _largest_messages(placement: Sequence[int], by_place: Sequence[ChunkCosts]) -> tuple[float, ...]:
+    """By rank, of those that it exchanges with others."""
+    largest = [0.0] * (max(placement) + 1)
+    for edge, ranks in enumerate(pairwise(placement)):
+        if ranks[0] != ranks[1]:
+            for rank in ranks:
+                largest[rank] = max(largest[rank], *(each.message[edge] for each in by_place))
+    return tuple(largest)
+
+
 def _on_ranks(whole: ChunkCosts, costs: Costs, placement: Sequence[int]) -> ChunkCosts:
     """Times of passes as the rank of every chunk takes them; collectives are in flight as long as on any rank."""
     if costs.speeds is None:
@@ -215,4 +233,5 @@ def _of_slice(whole: ChunkCosts, length: float, context: float) -> ChunkCosts:
         streamed=tuple(map(min, whole.streamed, activation)),
         network_forward=tuple(map(min, network[0], forward)),
         network_backward=tuple(map(min, network[1], backward)),
+        message=scaled(whole.message),
     )

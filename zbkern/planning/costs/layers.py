@@ -146,6 +146,7 @@ class ModelCosts(CommonCosts):
             **summed,
             **self._of_recomputation(chunks),
             communication=[self.latency + chunk[-1].output / self.bandwidth for chunk in chunks[:-1]],
+            message=[chunk[-1].output for chunk in chunks[:-1]],
             static=self._static(chunks, ranks),
             **common,
         )

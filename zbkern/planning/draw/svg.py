@@ -179,9 +179,7 @@ def _memory(timeline: Any, costs: Any) -> tuple[Sequence[float], Sequence[Track]
     """The static memory of every rank, and what it holds over time; nothing without costs."""
     if costs is None:
         return [0.0] * len(timeline.events), [[]] * len(timeline.events)
-    schedule = timeline.schedule
-    of_chunks = costs.per_chunk(len(schedule.placement)).static
-    static = [sum(of_chunks[chunk] for chunk in schedule.chunks_of(rank)) for rank in range(schedule.ranks)]
+    static = timeline.memory_static(costs)
     both = zip(static, timeline.memory_held(costs), strict=True)
     return static, [[(time, always + held) for time, held in track] for always, track in both]
 

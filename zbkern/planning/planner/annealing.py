@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
 
+from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.planner import native
 from zbkern.planning.planner.native import Effort, uncollected
 from zbkern.planning.planner.problem import Ordering, Problem, Rows, actions_of
@@ -89,7 +90,8 @@ def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     costs = problem.flat.given
     events = events_of(actions, native.core.timed(problem, rows, orders.fused))
     _, peaks = native.core.measure(problem, rows, orders.fused)
-    held = tuple(peak / problem.memory_scale + always for peak, always in zip(peaks, problem.flat.static, strict=True))
+    static = flat_costs(costs, schedule).static
+    held = tuple(peak / problem.memory_scale + always for peak, always in zip(peaks, static, strict=True))
     return Timeline(schedule, events, held, unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
 
 

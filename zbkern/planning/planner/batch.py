@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from zbkern.planning.costs.chunks import Costs
-from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
-from zbkern.planning.costs.memory import Limit
+from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, flat_costs, kept_by_slices
+from zbkern.planning.costs.memory import Limit, exceeds
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import events_of
 from zbkern.planning.planner.bounds import batch_bound
@@ -111,10 +111,22 @@ def best_batch_plan(request: BatchRequest, lengths: Sequence[int]) -> BatchPlan:
         raise TypeError(f"{request.function}: {must}; got {lengths!r}")
     for number, length in enumerate(lengths):
         check_count(f"{request.function}: lengths[{number}]", length)
-    costs, stages, limits = request.costs, request.stages, request.limits
-    assert costs.tokens is not None
+    costs, limits = request.costs, request.limits
     _, owners = request.placed(request.chunks_per_rank)
     flat = FlatCosts.of(costs, owners)
+    while True:
+        found = _searched(request, lengths, flat)
+        ahead = flat_costs(costs, found.schedule).ahead  # messages, for which the search has left some room
+        room = tuple(map(max, flat.ahead, ahead))
+        if limits is None or room == flat.ahead or not any(map(exceeds, found.peak_memory, limits)):
+            return found
+        flat = replace(flat, ahead=room)
+
+
+def _searched(request: BatchRequest, lengths: Sequence[int], flat: FlatCosts) -> BatchPlan:
+    """What one search finds. Raises ScheduleError where nothing fits."""
+    costs, owners, stages, limits = request.costs, flat.placement, request.stages, request.limits
+    assert costs.tokens is not None
     problem = _BatchCosts.of(flat, costs.tokens, lengths, request)
     wanted = [per_rank * stages for per_rank in _PACKS] if request.packs else [len(lengths)]
     counts_of_packs = dict.fromkeys(min(len(lengths), count) for count in wanted)
@@ -138,9 +150,10 @@ def best_batch_plan(request: BatchRequest, lengths: Sequence[int]) -> BatchPlan:
     ends = zip(accumulate(map(len, cuts)), cuts, strict=True)
     order = [end - 1 - slice for end, cut in ends for slice in range(len(cut))]  # of the units' B
     actions = actions_of(found.rows, found.fused, order)
-    peaks = (own + peak / problem.memory_scale for own, peak in zip(flat.static, found.peaks, strict=True))
     beside = tuple(map(tuple, found.beside)) if any(found.beside) else ()
     schedule = Schedule(actions, owners, len(cuts), "plan-batch", own_slices=cuts, beside=beside).proven()
+    static = flat_costs(costs, schedule).static
+    peaks = (own + peak / problem.memory_scale for own, peak in zip(static, found.peaks, strict=True))
     events, unit = events_of(actions, found.times), costs.time_unit or ""
     return BatchPlan(
         timeline=Timeline(schedule, events, tuple(peaks), unit, memory_unit=costs.memory_unit or ""),

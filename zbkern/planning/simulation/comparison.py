@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbkern import schedules
-from zbkern.planning.costs.chunks import PARTS, Costs, number_fields
+from zbkern.planning.costs.chunks import OF_EDGES, PARTS, Costs, number_fields
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.schedule import Schedule
@@ -41,17 +41,19 @@ def rechunk(costs: Costs, chunks: int, wanted: int) -> Costs:
 
     What the first or the last chunk has beyond the others (beyond the median of those between, where there are any) is
     the embedding or the head, which cannot be cut: it stays whole, in the first or the last new chunk. That holds for
-    each cost by itself. A hop takes as long as before, however small the chunk, or as the longest of several.
+    each cost by itself. A message takes as long and is as large as before, however small the chunk, or as the longest
+    and the largest of several.
     """
     if chunks == wanted:
         return costs
-    given = {name: getattr(costs, name) for name in number_fields() if name != "communication"}
+    given = {name: getattr(costs, name) for name in number_fields() if name not in OF_EDGES}
     cut = {name: _rechunk(value, chunks, wanted) for name, value in given.items() if value is not None}
     for name, wholes in PARTS.items():  # which may be cut in another way
         most = [sum(each) for each in zip(*(cut[whole] for whole in wholes), strict=True)]
         cut[name] = list(map(min, cut[name], most))
-    hop = costs.communication if isinstance(costs.communication, float) else max(costs.communication, default=0.0)
-    return replace(costs, communication=hop, **cut)  # type: ignore[arg-type]
+    edges = {name: getattr(costs, name) for name in OF_EDGES}
+    largest = {name: value if isinstance(value, float) else max(value, default=0.0) for name, value in edges.items()}
+    return replace(costs, **largest, **cut)  # type: ignore[arg-type]
 
 
 def timelines(

@@ -82,8 +82,8 @@ class Timeline:
     def memory_held(self, costs: Costs) -> list[list[tuple[float, float]]]:
         """What each rank holds over time: (time, memory from then on) after every event, in the unit of the costs.
 
-        Without static memory (`Costs.static`: weights, gradients, optimizer states). F, R and L take their memory at
-        their start; the others give theirs back at their end.
+        Without what is there all the time (`memory_static`). F, R and L take their memory at their start; the others
+        give theirs back at their end.
         """
         flat = flat_costs(costs, self.schedule)
         curves = []
@@ -98,6 +98,11 @@ class Timeline:
                 curve.append((time, memory.now))
             curves.append(curve)
         return curves
+
+    def memory_static(self, costs: Costs) -> list[float]:
+        """What each rank holds all the time: weights, gradients, optimizer states (`Costs.static`), and room for
+        messages (`Costs.message`)."""
+        return flat_costs(costs, self.schedule).static
 
     def save(self, path: str | Path) -> Path:
         """Writes the picture or trace that the suffix names: .svg, .html, or .json (Perfetto)."""

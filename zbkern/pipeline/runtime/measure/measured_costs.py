@@ -69,6 +69,7 @@ def chunk_costs(steps: Measurements) -> Costs:
     costs = replace(
         drift.costs(steps.separate),
         communication=communication(steps.separate, count),
+        message=[chunk.output for chunk in chunks[:-1]],
         activation=[chunk.activation for chunk in chunks],
         held=[chunk.held for chunk in chunks],
         static=[chunk.static for chunk in chunks],
