@@ -146,7 +146,7 @@ def test_what_cannot_be_in_a_pipeline_is_refused() -> None:
     (head,) = cut(t5, schedules.zb_h1(2, 2), [0, len(layers_of(t5)) - 1], rank=1)
     hidden = torch.ones(3, 4, t5.config.d_model, dtype=torch.double)  # as many rows as a block gives tensors
     with pytest.raises(ValueError, match=r"use what is computed from that of 'decoder.block.0', which another chunk"):
-        head(passed=hidden, encoded=hidden, decoder_input_ids=torch.ones(3, 4, dtype=torch.long))
+        head(passed=hidden, skipped={"encoder": hidden}, decoder_input_ids=torch.ones(3, 4, dtype=torch.long))
 
 
 def test_an_encoder_of_sounds_is_in_one_chunk() -> None:

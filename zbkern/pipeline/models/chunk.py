@@ -131,7 +131,6 @@ class Chunk(nn.Module):
         self,
         *inputs: Any,
         passed: Any = None,
-        encoded: Any = None,
         routed: Any = None,
         skipped: Mapping[str, Any] | None = None,
         **side: Any,
@@ -139,13 +138,12 @@ class Chunk(nn.Module):
         if torch.compiler.is_compiling():
             _refuse_to_compile()
         received = passed if passed is not None else inputs[0] if inputs else None
-        encoded = received if self.begins_at == self._place.encoder_layers > 0 else encoded
-        output, encoded, skipped = self._rewritten(received, encoded, skipped, inputs, side)
+        output, skipped = self._rewritten(received, skipped, inputs, side)
         if self._routers is not None:
             routed = self._routers.sums(routed, side.get("attention_mask"))
         if self._place.is_last:
             return output if self._routers is None else self._routers.add(output, routed, side.get("carry"))
-        given = {"passed": output, "encoded": encoded, "routed": routed, "skipped": skipped or None}
+        given = {"passed": output, "routed": routed, "skipped": skipped or None}
         given = {name: value for name, value in given.items() if value is not None}
         return output if isinstance(output, Tensor) and len(given) == 1 else given
 

@@ -91,7 +91,7 @@ class Rewritten:
         encoder = encoder_of(whole)
         self._skips = [name for name in skips if name != place.layers[-1] or place.last % 1]  # that one is sent anyway
         before = place.names[int(place.first) - 1] if place.first and not place.first % 1 else ""
-        self._entry = before if before in self._skips else ""
+        self._received_as = [before] if before in self._skips else []
         mine = (name for name in self._skips if name in place.layers)
         self._last_hooks: dict[str, Any] = {name: partial(flow.skip, name) for name in mine}
         if not place.is_last:
@@ -100,8 +100,13 @@ class Rewritten:
         self._handles = {
             name: whole.get_submodule(name).register_forward_hook(h) for name, h in self._last_hooks.items()
         }
-        if place.first < place.encoder_layers < place.last:
-            whole.get_submodule(encoder).register_forward_hook(flow.encode)
+        self._encoder = encoder  # all chunks with layers of the decoder take its output: a skip up to the last one
+        if place.first == place.encoder_layers > 0:
+            self._received_as.append(encoder)
+        if 0 < place.encoder_layers < place.last and not place.is_last:
+            self._skips.append(encoder)
+            if place.first < place.encoder_layers:
+                whole.get_submodule(encoder).register_forward_hook(partial(flow.skip_states, encoder))
 
     def around_compiled(self) -> None:
         """Has compiled calls of halves of blocks do what their hooks do."""
@@ -113,18 +118,17 @@ class Rewritten:
             first._compiled_call_impl = partial(self._flow.call_inside, first, first._compiled_call_impl)
 
     def __call__(
-        self, received: Any, encoded: Any, skipped: Mapping[str, Any] | None, inputs: Any, side: dict[str, Any]
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """What the last of the layers gives; what the encoder gave, where layers of a decoder follow; and skips."""
-        if self._entry:
-            skipped = {**(skipped or {}), self._entry: received}
-        self._flow.begin(None if self._place.first == 0 else received, encoded, skipped)
+        self, received: Any, skipped: Mapping[str, Any] | None, inputs: Any, side: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
+        """What the last of the layers gives, and what later chunks take besides."""
+        skipped = {**(skipped or {}), **dict.fromkeys(self._received_as, received)}
+        self._flow.begin(None if self._place.first == 0 else received, skipped)
         try:
             output, skipped = self._outputs(inputs, side)
             if not self._checked:
                 self._check(received, output)
                 self._checked = True
-            return output, self._flow.encoded, skipped
+            return output, skipped
         finally:
             self._flow.begin(None)
 
@@ -212,7 +216,9 @@ class Rewritten:
 
         if self._place.first == self._place.encoder_layers:
             self._flow.enter(self._place.names[int(self._place.first) - 1])
-        return MoEModelOutput(last_hidden_state=self._flow.encoded)  # Switch Transformers read its router_logits
+        return MoEModelOutput(
+            last_hidden_state=self._flow.skips[self._encoder]
+        )  # Switch Transformers read its router_logits
 
     def _no_embeddings(self) -> Tensor:
         """A placeholder in the shape of embeddings. What blocks pass on may have one dimension more."""

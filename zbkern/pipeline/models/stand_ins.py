@@ -42,8 +42,8 @@ class Flow:
         self.runs = False  # else a layer runs alone, again in an R, and gives what it gives
         self.begin(None)
 
-    def begin(self, received: Any, encoded: Any = None, skipped: Mapping[str, Any] | None = None) -> None:
-        self.received, self.sent, self.encoded, self.skips = received, None, encoded, Skips(skipped)
+    def begin(self, received: Any, skipped: Mapping[str, Any] | None = None) -> None:
+        self.received, self.sent, self.skips = received, None, Skips(skipped)
         self.entered = self.left = False
         self.ended = ""  # by a layer after the last, where the last has not run
         self.has_graph = torch.is_grad_enabled()
@@ -105,9 +105,9 @@ class Flow:
         if self.runs:
             self.skips.keep(name, output)
 
-    def encode(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Hook of an encoder, in the chunk of its last layer: all layers of the decoder take what it gives."""
-        self.encoded = output[0]
+    def skip_states(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        """The same of an encoder, in the chunk of its last layer: the decoder takes its hidden states alone."""
+        self.skip(name, module, inputs, output[0])
 
 
 class _Absent(nn.Module):
