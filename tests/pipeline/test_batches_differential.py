@@ -195,7 +195,7 @@ def check(case: Case) -> int:
 
 
 @pytest.mark.parametrize(
-    ("default", "count", "largest"), [(0, 3, 40), pytest.param(1, 50, LONGEST, marks=pytest.mark.slow)]
+    ("default", "count", "largest"), [(0, 3, 40), pytest.param(1, 25, LONGEST, marks=pytest.mark.slow)]
 )
 def test_random_batches_train_as_one_process(default: int, count: int, largest: int) -> None:
     chosen, groups = seed(default), 0

