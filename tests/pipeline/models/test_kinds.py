@@ -27,10 +27,10 @@ from tests.support.small_models import (
 from zbkern.pipeline import Schedule, cut, layer_chunks, layers_of, schedules
 
 ROWS, LENGTH = 4, 12
-# to LLaVA, BART, T5 and Qwen2-VL, for the library's part in it
+# to LLaVA, BART, T5, Qwen2-VL and BERT, for the library's part in it
 ALIKE = {
     *("llava", "vipllava", "paligemma", "smolvlm", "aya_vision", "mistral3", "internvl"),
-    *("marian", "m2m_100", "t5_untied", "switch", "qwen2_5_vl"),
+    *("marian", "m2m_100", "bart_classifier", "t5_untied", "switch", "qwen2_5_vl", "glm4v", "bert_choices"),
 }
 
 

@@ -49,7 +49,10 @@ MORE = {  # whose norms stand elsewhere, or which do something after the head
 }
 FAMILIES = [*DECODERS, *MORE]
 # like others of the quick run
-SLOWER = ("mixtral", "gpt2", "qwen3_moe", "gpt_oss", "gemma2", "gemma2_capped", "cohere", "mistral", "olmo2", "phi")
+SLOWER = (
+    *("mixtral", "gpt2", "qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gemma2_capped", "cohere", "mistral", "olmo2"),
+    *("phi", "granite", "bamba", "falcon_h1", "nemotron_h", "lfm2"),
+)
 ROUTED = ("mixtral", "qwen3_moe", "gpt_oss")
 MAKE_NO_MASKS = ("gpt_oss", "opt")  # of positions that begin anew: packed sequences would see each other
 # whose states go on into the next sequence of a row

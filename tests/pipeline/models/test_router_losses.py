@@ -105,7 +105,7 @@ def of_a_router_in_parts(divide: Callable[[Any], None], converts: bool) -> dict[
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("converts", [False, True])
+@pytest.mark.parametrize("converts", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("divide", [divided, sharded])
 def test_routers_in_parts(two_ranks: Any, divide: Any, converts: bool) -> None:
     for differences in two_ranks.run(of_a_router_in_parts, divide, converts):

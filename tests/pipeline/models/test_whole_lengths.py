@@ -76,9 +76,12 @@ def check(model: nn.Module, rows: str, slices: int, partition: list[float] | Non
         torch.testing.assert_close(gradient, gradients[name], rtol=2e-5, atol=1e-6 * gradients[name].abs().max())
 
 
-@pytest.mark.parametrize("kind", LONGROPE)
 @pytest.mark.parametrize(
-    ("rows", "slices"), [("plain", 4), ("right", 3), pytest.param("plain", 2, marks=pytest.mark.slow)]
+    ("kind", "rows", "slices"),
+    [
+        *(("Phi3 longrope", "plain", 4), ("Phimoe longrope", "right", 3)),
+        *(pytest.param(kind, "right", 3, marks=pytest.mark.slow) for kind in ("Phi3 longrope", "Llama longrope")),
+    ],
 )
 def test_slices_have_the_frequencies_of_their_whole_sequence(kind: str, rows: str, slices: int) -> None:
     check(model_of(kind, 16), rows, slices, [0, 1.5])
@@ -95,7 +98,13 @@ def test_what_is_another_for_every_length_is_refused_beyond_the_limit_in_slices(
         check(model_of(kind, 16), "plain", 2, None)
 
 
-@pytest.mark.parametrize("kind", [*LONGROPE, *DYNAMIC])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("Phi3 longrope", "Llama dynamic", "Doge"),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (*LONGROPE[1:], "Qwen2 dynamic")),
+    ],
+)
 def test_a_pack_of_sequences_on_both_sides_of_the_limit_is_refused(kind: str) -> None:
     refused = r"more than 8 tokens, .* which (packed sequences|slices) do not|computes something else"
     with pytest.raises(PipelineError, match=refused):

@@ -82,8 +82,9 @@ def rehearsed(schedule: Schedule, **options: Any) -> Rehearsal:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_every_rank_runs_its_whole_row(schedule: Schedule) -> None:
+def test_every_rank_runs_its_whole_row_in_the_memory_of_the_whole_pipeline(schedule: Schedule) -> None:
     found = rehearsed(schedule, optimizer=adam)
+    assert [found.ranks[rank].peak_bytes for rank in range(schedule.ranks)] == held_in_pipeline(schedule)
     for rank, row in enumerate(schedule.actions):
         passes = [action for action in row if action.kind not in COPIES]
         assert [action for action, _ in found.ranks[rank].passes] == passes
@@ -98,15 +99,16 @@ def held_in_pipeline(schedule: Schedule) -> list[int]:
 
     def of_rank(transport: LocalTransport) -> int:
         with Pipeline(make(transport.rank), schedule, nn.functional.mse_loss, transport) as pipe:
-            return peak_bytes(pipe, None, lambda: pipe.step(*batch), StepOptions())
+            optimizer = adam(pipe)
+
+            def step() -> None:
+                pipe.step(*batch)
+                optimizer.step()
+                optimizer.validate()
+
+            return peak_bytes(pipe, optimizer, step, StepOptions())
 
     return results_on_threads(schedule.ranks, of_rank)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_memory_is_that_of_the_whole_pipeline(schedule: Schedule) -> None:
-    found = rehearsed(schedule)
-    assert [found.ranks[rank].peak_bytes for rank in range(schedule.ranks)] == held_in_pipeline(schedule)
 
 
 class Tells(nn.Module):
@@ -235,13 +237,6 @@ def test_ranks_run_no_pass_while_they_send_and_receive() -> None:
     assert starts[1] == {"1F0": 7.0, "2F0": 11.0, "2B0": 29.0, "2W0": 33.0, "1B0": 37.0, "1W0": 42.0}
 
 
-def test_a_slow_host_makes_a_longer_step() -> None:
-    schedule = schedules.interleaved(2, M)
-    near, slow = rehearsed(schedule), rehearsed(schedule, host_bandwidth=8.0)  # bytes per second
-    assert slow.timeline.cost > 10 > near.timeline.cost
-    assert slow.timeline.busy == pytest.approx(near.timeline.busy, abs=1.0)
-
-
 def test_ranks_that_do_not_run_take_as_long_as_the_nearest() -> None:
     schedule = schedules.one_f_one_b(6, M)
     found = rehearsed(schedule, ranks=[2, 5])
@@ -258,12 +253,12 @@ def test_ranks_that_do_not_run_take_as_long_as_the_nearest() -> None:
         assert said in text
 
 
-def test_a_slower_link_makes_a_longer_step() -> None:
-    schedule = schedules.zb_h1(3, M)
-    near, far = rehearsed(schedule), rehearsed(schedule, latency=10.0)
-    narrow = rehearsed(schedule, bandwidth=8.0)  # bytes per second
-    assert far.timeline.cost > 10 > near.timeline.cost
-    assert narrow.timeline.cost > 10
+@pytest.mark.parametrize("link", [{}, {"latency": 10.0}, {"bandwidth": 8.0}, {"host_bandwidth": 8.0}], ids=str)
+def test_a_slower_link_makes_a_longer_step(link: dict[str, float]) -> None:
+    """Of seconds, and bytes per second; its passes stay what they are."""
+    found = rehearsed(schedules.zb_h1(2, 2), ranks=[0], **link)
+    assert (found.timeline.cost > 10) == bool(link)
+    assert max(found.timeline.busy) < 5
 
 
 def test_ranks_have_their_own_speeds() -> None:

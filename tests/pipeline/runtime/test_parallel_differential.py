@@ -223,7 +223,7 @@ def test_more_random_stages(four_ranks: Any, tmp_path: Path) -> None:
     check_all(four_ranks, seed(1), [*KINDS, "experts"], tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_weights_below_float32_and_their_masters(four_ranks: Any, tmp_path: Path, kind: str) -> None:
     """A step that does not wait is one that waits, bit for bit, through clipped and skipped ones."""
     forced = ((1, 100.0), (2, math.nan))

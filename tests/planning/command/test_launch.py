@@ -183,7 +183,9 @@ def test_a_step_is_undone_exactly_where_the_plan_has_counted_the_copies(
     assert ("--optimizer-bytes 24" in text) == (counted < 24)
 
 
-@pytest.mark.parametrize(("stages", "tensor", "replicas"), [(2, 2, 8), (2, 8, 2), (2, 1, 16)])
+@pytest.mark.parametrize(
+    ("stages", "tensor", "replicas"), [(2, 2, 8), (2, 8, 2), pytest.param(2, 1, 16, marks=pytest.mark.slow)]
+)
 def test_replicas_are_where_the_costs_have_them(stages: int, tensor: int, replicas: int, tmp_path: Path) -> None:
     """Gradients go over the network where the program has replicas of a stage on several nodes, and else not."""
     sizes = {"tensor_parallel": tensor, "data_parallel": replicas, "sequence": 256}

@@ -222,7 +222,7 @@ def steps_where_one_replica_is_noisy(kind: str) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_replicas_take_as_many_steps(four_ranks: Any, kind: str) -> None:
     assert four_ranks.run(steps_where_one_replica_is_noisy, kind) == [1 + 3 * (1 + probe_steps.PATIENCE)] * 4
 

@@ -122,7 +122,9 @@ def test_parts_within_a_checkpoint_are_left_to_it(reentrant: bool) -> None:
     assert_same(*(gradients for gradients, _ in found))
 
 
-@pytest.mark.parametrize("parts", [["*norm", nn.GELU], [nn.RMSNorm], [Layer]])
+@pytest.mark.parametrize(
+    "parts", [["*norm", nn.GELU], *(pytest.param([each], marks=pytest.mark.slow) for each in (nn.RMSNorm, Layer))]
+)
 def test_from_measured_layers_to_a_step_as_planned(parts: list[Any]) -> None:
     """On two ranks, which can hold 0.9 of what an R could give up less than without."""
     torch.manual_seed(3)
