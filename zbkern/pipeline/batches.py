@@ -168,7 +168,7 @@ class PlannedBatches:
             targets.append(self._there(torch.cat([item.labels for item in own])))
         mean = labelled / self._replicas
         batch = token_targets(targets, len(targets), tokens=mean)
-        side = [self._of_pack(ends) if len(ends) > 2 else {} for ends in plan.ends]
+        side = [ends_of_pack(ends, self._device) if len(ends) > 2 else {} for ends in plan.ends]
         return PlannedBatch(inputs, batch, side, plan, [item.number for item in items]), next_step
 
     def _share(self, items: list[_Item]) -> list[_Item]:
@@ -189,13 +189,15 @@ class PlannedBatches:
                 mine.append(items[index])
         return mine
 
-    def _of_pack(self, ends: Sequence[int]) -> dict[str, Any]:
-        every = torch.tensor(ends, dtype=torch.int32).to(self._device or "cpu", non_blocking=True)
-        longest = max(b - a for a, b in pairwise(ends))
-        return {"cu_seq_lens_q": every, "cu_seq_lens_k": every, "max_length_q": longest, "max_length_k": longest}
-
     def _there(self, values: Tensor) -> Tensor:
         return values[None].to(self._device or "cpu", non_blocking=True)
+
+
+def ends_of_pack(ends: Sequence[int], device: torch.device | str | None) -> dict[str, Any]:
+    """Where the sequences of a pack end, 0 first, by the names that models of the transformers library take."""
+    every = torch.tensor(ends, dtype=torch.int32).to(device or "cpu", non_blocking=True)
+    longest = max(b - a for a, b in pairwise(ends))
+    return {"cu_seq_lens_q": every, "cu_seq_lens_k": every, "max_length_q": longest, "max_length_k": longest}
 
 
 _COUNTED = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")  # TRL's, and of chat templates
