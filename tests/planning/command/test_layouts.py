@@ -53,6 +53,26 @@ def test_stages_may_begin_inside_blocks() -> None:
     assert any(first % 1 for first in other.plan.partition)
 
 
+def test_passes_may_run_beside_each_other() -> None:
+    """Experts across nodes: 64 GPUs as two stages of 32 ranks that share them."""
+
+    def planned(overlap: bool) -> layouts.Planned:
+        question = LayoutQuestion(model_of("gpt-oss-120b"), H100, 64, 256, overlap=overlap)
+        (layout,) = [each for each in layouts.layouts(question) if sizes_of(each) == (1, 2, 32, 32, 8, 1, False)]
+        seconds, layout = layouts.estimate(layout) or (math.inf, layout)
+        found = layouts.planned(replace(layout, effort=0))
+        assert seconds <= found.seconds
+        return found
+
+    alone, beside = planned(False), planned(True)
+    assert beside.plan.schedule.beside
+    assert beside.seconds < 0.98 * alone.seconds
+    hidden = "messages that passes beside each other hide"
+    assert beside.parts[hidden] < 0 == alone.parts[hidden]
+    assert beside.parts["computing"] == pytest.approx(alone.parts["computing"])
+    assert "% less of messages that passes beside each other hide" in layouts.why(alone, beside)
+
+
 def test_a_table_may_have_the_gpus_of_a_node_as_a_float() -> None:
     question = [LayoutQuestion(model_of("llama-3-8b"), replace(H100, gpus_per_node=each), 8, 8) for each in (4, 4.0)]
     both = [[sizes_of(each) for each in layouts.layouts(one)] for one in question]

@@ -21,8 +21,9 @@ from zbkern.planning.command.tables import columns, lines
 from zbkern.planning.cost_model.exactness import how_exact
 from zbkern.planning.cost_model.model_costs import Job, Setting
 from zbkern.planning.costs.layers import ModelCosts
-from zbkern.planning.costs.needs import SAVING_CHUNKS, fits, least_need, least_work
+from zbkern.planning.costs.needs import SAVING_CHUNKS, fits, least_need, least_work, without_network
 from zbkern.planning.planner import Plan
+from zbkern.planning.simulation.simulator import simulate
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import recomputed
 from zbkern.schedules.units import amount, number
@@ -184,7 +185,7 @@ def _quick_seconds(layout: Layout) -> float:
 
 def layouts(question: LayoutQuestion) -> Iterator[Layout]:
     """All that divide: tensor parallelism within a node, heads and experts whole, sequences among pipelines."""
-    architecture, hardware, gpus, batch, sequence, fp8, halves = question[:7]
+    architecture, hardware, gpus, batch, sequence, fp8, halves, overlap = question[:8]
     counts = {block.experts.count for block in architecture.blocks if block.experts}
     blocks = len(architecture.blocks)
     for tensor in _divisors(min(gpus, hardware.gpus_per_node)):
@@ -197,7 +198,7 @@ def layouts(question: LayoutQuestion) -> Iterator[Layout]:
                 for size, shard in product(_MICROBATCH_SIZES, (False, True) if data > stages == 1 else (False,)):
                     if batch // data % size == 0:
                         job = Job(sequence, size, tensor, expert, data, 1, fp8, shard, halves and stages > 1)
-                        job = replace(job, **{name: getattr(question, name) for name in BYTES})
+                        job = replace(job, overlap=overlap, **{name: getattr(question, name) for name in BYTES})
                         setting = Setting(architecture, hardware, job)
                         yield Layout(stages=stages, microbatches=batch // data // size, setting=setting)
 
@@ -221,7 +222,7 @@ def estimate(layout: Layout) -> tuple[float, Layout] | None:
     room = limit - least_need(costs, stages).static
     needed = sum(layer.activation for layer in costs.layers) * min(1.0, microbatches / stages)
     missing = max(0.0, 1 - room / needed)
-    work = least_work(costs, stages)
+    work = least_work(without_network(costs), stages)
     waiting = missing * stages * work
     sliced = max(0.0, 1 - room * stages * _SLICES / (needed * (stages + _SLICES - 1))) if _sliced(layout) else missing
     again = sliced * microbatches * sum(layer.forward for layer in costs.layers) / stages
@@ -243,12 +244,15 @@ def planned(layout: Layout) -> Planned | None:
     gpu = replace(setting.hardware, exposed_share=0.0, hiding_share=1.0, link_bandwidth=1e30, network_bandwidth=1e30)
     silent = setting._replace(hardware=gpu, job=replace(setting.job, fully_shard=False)).costs
     work, computing = (microbatches * least_work(each, layout.stages) / 1e3 for each in (layout.costs, silent))
-    busy = max(found.timeline.busy) / 1e3
+    timeline, schedule = found.timeline, found.schedule
+    busy, rank = max(zip(timeline.busy, range(schedule.ranks), strict=True))
+    in_turn = simulate(replace(schedule, beside=()), found.costs).busy[rank] if schedule.beside else busy
     parts = {
         "computing": computing,
         "messages of tensor and expert parallelism, and of weights that are sharded": work - computing,
-        "uneven stages, passes of more chunks, and recomputation": busy - work,
-        "idle time": found.timeline.cost / 1e3 - busy,
+        "uneven stages, passes of more chunks, and recomputation": in_turn / 1e3 - work,
+        "messages that passes beside each other hide": (busy - in_turn) / 1e3,
+        "idle time": (timeline.cost - busy) / 1e3,
         "the optimizer and traffic between pipelines": layout.beside,
     }
     return Planned(layout, found, parts)
@@ -264,6 +268,7 @@ def describe(question: LayoutQuestion, answers: list[Planned], width: int) -> st
             schedule += ", recomputes"
         if len(found.schedule.slices) > 1:
             schedule += f", {len(found.schedule.slices)} slices"
+        schedule += ", beside" * any(found.schedule.beside)
         schedule += ", halves" * layout.job.halves
         memory, behind = amount(max(found.timeline.peak_memory), "bytes"), seconds / best.seconds - 1
         step = f"{number(seconds)} s", f"{tokens:,.0f}", f"{share:.1%}"
@@ -304,6 +309,7 @@ def _options(answer: Planned) -> str:
     del sizes["context_parallel"]
     if answer.layout.slices != 1:
         sizes["slices"] = "auto"
+    sizes["overlap"] = answer.layout.job.overlap
     sizes = {name: size for name, size in sizes.items() if name not in BYTES or size != getattr(Job, name)}
     if sizes["stages"] == 1:
         sizes["chunks"] = answer.plan.schedule.chunks

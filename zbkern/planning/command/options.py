@@ -253,7 +253,6 @@ _MODELS = (
     Option(
         "--overlap",
         "with --config: passes may run beside each other during the all-to-alls of expert parallelism",
-        without=("gpus",),
     ),
     Option("--halves", "with --config: stages may also begin between attention and MLP of a block"),
 )

@@ -180,8 +180,8 @@ class Question:
 class LayoutQuestion(NamedTuple):
     """How to train a model on so many GPUs with `batch` sequences per step.
 
-    halves: stages may begin inside blocks. own: sizes of a layout to compare with. effort: as for `plan`, for the
-    best few layouts.
+    halves: stages may begin inside blocks. overlap: passes may run beside each other, as in `Job`. own: sizes of a
+    layout to compare with. effort: as for `plan`, for the best few layouts.
     """
 
     architecture: Architecture
@@ -191,6 +191,7 @@ class LayoutQuestion(NamedTuple):
     sequence: int = Job.sequence
     fp8: bool = False
     halves: bool = False
+    overlap: bool = False
     own: Mapping[str, int] = {}
     effort: int = LAYOUT_EFFORT
     weight_bytes: float = Job.weight_bytes

@@ -53,6 +53,21 @@ def least_work(costs: ModelCosts, stages: int) -> float:
     return max(sum(times) / stages, *packed) + _of_a_chunk(costs)
 
 
+def without_network(costs: ModelCosts) -> ModelCosts:
+    """The costs where passes beside each other hide all of each other's collectives."""
+    layers = [
+        replace(
+            layer,
+            forward=layer.forward - layer.network_forward,
+            backward=layer.backward - layer.network_backward,
+            network_forward=0.0,
+            network_backward=0.0,
+        )
+        for layer in costs.layers
+    ]
+    return replace(costs, layers=tuple(layers))
+
+
 def least_uneven(costs: ModelCosts, stages: int) -> float:
     """The share of the busiest rank's time in which the others idle, mean over ranks, if it has `least_work`."""
     most = least_work(costs, stages)
