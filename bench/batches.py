@@ -11,7 +11,7 @@ bench/slices.py. The last line has, of each distribution, the planned steps' tim
 best static one's.
 
     python -m bench.batches [--batches 3] [--rounds 2] [--longest 2048] [--out FOLDER]
-    python -m bench.batches --simulate      # eight ranks and whole lengths, by the costs of docs/batches.md
+    python -m bench.batches --simulate      # 8 and 16 ranks, whole lengths, by the costs of docs/batches.md
     python -m bench.batches --sleep 8       # the same, run by ranks that sleep: 8 seconds of a perfect step
 """
 
@@ -346,7 +346,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--longest", type=int, default=LONGEST, help="tokens of the longest sequence there may be")
-    parser.add_argument("--simulate", action="store_true", help="no steps: eight ranks, simulated")
+    parser.add_argument("--simulate", action="store_true", help="no steps: 8 and 16 ranks, simulated")
     parser.add_argument("--sleep", type=float, help="eight ranks that sleep: seconds of a step without any wait")
     add_out(parser)
     arguments = parser.parse_args(argv)

@@ -1,5 +1,5 @@
-"""Batches of unequal sequences on eight ranks, by the costs of docs/batches.md: plans simulated, and run by ranks that
-sleep instead of computing.
+"""Batches of unequal sequences on eight and sixteen ranks, by the costs of docs/batches.md: plans simulated, and run by
+eight ranks that sleep instead of computing.
 
 Lengths are drawn from the three distributions of bench/batches.py, which are those of its command. A share is that of
 perfect speed, where no rank waits and no pass has an overhead, with the barrier of an optimizer step.
@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -71,27 +72,28 @@ def perfect(lengths: Sequence[int]) -> float:
     return sum(3 * length + 3.5 * length * length / TOKENS for length in lengths)
 
 
-def plans(kind: Kind, part: float, batches: int) -> list[tuple[list[int], BatchPlan, float]]:
+def plans(kind: Kind, part: float, batches: int, stages: int = STAGES) -> list[tuple[list[int], BatchPlan, float]]:
     """Of each batch the lengths, the plan within `part` of the memory of 1F1B with the longest, and its seconds."""
     found = []
     for seed in range(batches):
         lengths = kind.draw(random.Random(100 + seed))
         start = time.process_time()
-        plan = plan_batch(lengths, costs(), STAGES, memory_limit=STAGES * kind.longest * part)
+        plan = plan_batch(lengths, costs(), stages, memory_limit=stages * kind.longest * part)
         found.append((lengths, plan, time.process_time() - start))
     return found
 
 
 def simulated(batches: int) -> None:
-    """Prints the shares of packs in the best published schedule, of plans, and of plans in a quarter of the memory."""
+    """Prints the shares of packs in the best published schedule, and of plans in less and less memory."""
     rows = []
-    for name, kind in KINDS.items():
-        whole, quarter = plans(kind, 1.0, batches), plans(kind, 0.25, batches)
-        packs = [perfect(lengths) / plan.published[1] for lengths, plan, _ in whole if plan.published is not None]
-        means = [packs, *([perfect(lengths) / plan.makespan for lengths, plan, _ in each] for each in (whole, quarter))]
-        planning = 1e3 * statistics.median(seconds for _, _, seconds in whole + quarter)
-        rows.append((name, *(f"{statistics.mean(each):.2f}" for each in means), f"{planning:.0f} ms"))
-    print(markdown_table(("lengths", "packs, ZB-V", "slices and packs", "in a quarter of the memory", "to plan"), rows))
+    for stages, (name, kind) in product((STAGES, 2 * STAGES), KINDS.items()):
+        found = [plans(kind, part, batches, stages) for part in (1.0, 0.25, 1.3 / stages)]
+        packs = [perfect(lengths) / plan.published[1] for lengths, plan, _ in found[0] if plan.published is not None]
+        means = [packs, *([perfect(lengths) / plan.makespan for lengths, plan, _ in each] for each in found)]
+        planning = 1e3 * statistics.median(seconds for each in found for *_, seconds in each)
+        rows.append((f"{stages}", name, *(f"{statistics.mean(each):.2f}" for each in means), f"{planning:.0f} ms"))
+    memory = "slices and packs", "in a quarter of the memory", "in 1.3 of the longest"
+    print(markdown_table(("ranks", "lengths", "packs, ZB-V", *memory, "to plan"), rows))
 
 
 class Chunk(sleeping_ranks.Chunk):

@@ -12,6 +12,7 @@ namespace {
 constexpr int kSizes[] = {6, 4, 8, 11, 3, 16, 2, 22, 32};  // units per rank
 constexpr int kTried = 2;      // sizes of units, of which all rules are tried in a limited memory
 constexpr int kMostUnits = 64;  // per rank
+constexpr std::int64_t kRulePasses = 200'000;  // at least, to try rules on units of one size
 constexpr std::int64_t kTemperatures = 256;
 
 // The microbatches of a batch in some order, and how ranks decide between what is ready.
@@ -111,6 +112,7 @@ bool is_tight(const Candidate& candidate) {
 }
 
 enum Fused { kNone, kFirst, kAll };  // which chunks have BW: nobody waits for the first one's B
+constexpr Fused kFirstFirst[] = {kFirst, kNone, kAll}, kLeastFirst[] = {kAll, kFirst, kNone};
 
 Rule rule_of(const Problem& p, int forward, Fused fused) {
   const auto each = [&](int choice) { return std::vector<int>(p.ranks, choice); };
@@ -120,7 +122,7 @@ Rule rule_of(const Problem& p, int forward, Fused fused) {
   return rule;
 }
 
-// The rules to begin with, for passes in turn or beside each other; the second half of those in turn is not for all.
+// The rules to begin with, for passes in turn or beside each other.
 std::vector<Rule> rules_of(const Problem& p, Fused fused, bool beside) {
   if (!beside) return {rule_of(p, 0, fused), rule_of(p, 2, fused)};
   std::vector<Rule> rules;
@@ -162,12 +164,13 @@ std::vector<int> sizes_of(const BatchCosts& costs, const std::vector<int>& lengt
     if (each.excess() > 0) continue;
     // small units hold little, and so many of them take a large part of the passes to try
     Time quick = 0;
-    if (tight) quick = each.run({each.small_first(0), rule_of(each.problem(), 0, kAll)}, kForever);
+    const Time cutoff = sizes.size() < kTried ? kForever : sizes.back().first;
+    if (tight) quick = each.run({each.small_first(0), rule_of(each.problem(), 0, kAll)}, cutoff);
     ran += each.ran;
     sizes.push_back({quick, per_rank});
+    std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    if (tight && sizes.size() > kTried) sizes.resize(kTried);
   }
-  std::stable_sort(sizes.begin(), sizes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  if (tight && sizes.size() > kTried) sizes.resize(kTried);
   std::vector<int> found;
   for (const auto& [quick, per_rank] : sizes) found.push_back(per_rank);
   return found;
@@ -183,9 +186,12 @@ BatchOrder search(const BatchCosts& costs, const std::vector<int>& lengths, cons
   for (const int per_rank : sizes) {
     Candidate each(costs, lengths, per_rank * ranks);
     if (each.problem().units > kMostUnits * ranks && size) continue;
-    for (Fused fused : {kFirst, kNone, kAll})
+    const std::int64_t most = std::max(passes, kRulePasses);
+    const bool all = 12 * static_cast<std::int64_t>(each.passes()) <= most;  // or those that hold least first
+    for (Fused fused : all ? kFirstFirst : kLeastFirst)
       for (int lead : {0, std::min(static_cast<int>(each.small_first(0).size()) / 3, ranks / 2)})
         for (const Rule& rule : rules_of(each.problem(), fused, beside)) {
+          if (size && each.ran >= most) break;
           const State state{each.small_first(lead), rule};
           const Time found = each.run(state, cost);
           if (found < cost) cost = found, best = state, size = per_rank;

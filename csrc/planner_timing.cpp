@@ -51,7 +51,8 @@ Measured measure(const Problem& p, const Ordering& orders) {
       ranks.begin(rank, start);
       by_end.resize(group.size());
       std::iota(by_end.begin(), by_end.end(), 0);
-      std::stable_sort(by_end.begin(), by_end.end(), [&](int a, int b) { return turns[a].end < turns[b].end; });
+      if (beside)
+        std::stable_sort(by_end.begin(), by_end.end(), [&](int a, int b) { return turns[a].end < turns[b].end; });
       for (const bool forward : {true, false})
         for (int i : by_end)
           if ((group[i] < half) == forward) take(group[i]);

@@ -103,6 +103,7 @@ def plan_batch(
     return best_batch_plan(request, lengths)
 
 
+@native.uncollected()
 def best_batch_plan(request: BatchRequest, lengths: Sequence[int]) -> BatchPlan:
     """What `plan_batch` returns for these lengths and arguments."""
     native.check(request.function)
