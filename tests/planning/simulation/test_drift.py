@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from bench.overlap_planned import costs_of
 from tests.support.chunks import make_data, make_model
 from zbkern.pipeline import Costs, Pipeline, StepOptions, Timeline, plan, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
@@ -123,6 +124,28 @@ def test_a_timeline_and_a_schedule_are_printed_in_a_line() -> None:
     timeline = simulate(schedules.one_f_one_b(4, 8), Costs())
     assert repr(timeline) == "<Timeline of one_f_one_b: 4 ranks, cost 33, idle 27.3%>"
     assert repr(timeline.schedule) == "<Schedule one_f_one_b: 4 ranks, 1 chunk each, 8 microbatches>"
+
+
+@pytest.mark.parametrize("share", [0.14, 0.25, 0.40])
+def test_a_step_tells_what_its_passes_hide_of_the_network(share: float) -> None:
+    """Of passes beside each other their times alone, and the network time that makes groups as long as they were."""
+    given = costs_of(share, 2)
+    for ranks, microbatches in ((2, 6), (4, 16)):
+        step = simulate(schedules.dualpipe_v(ranks, microbatches), given)
+        found = drift.compare(step)
+        assert found.planned.cost == pytest.approx(step.cost, rel=0.01)
+        assert found.costs.forward == pytest.approx([given.forward] * 2 * ranks)
+        assert found.costs.network_forward == pytest.approx([given.network_forward] * 2 * ranks, rel=0.05)
+        lost = [part for each in found.time_lost for part in (each.cost, each.compute, each.late, each.host)]
+        assert max(map(abs, lost)) < 0.03 * step.cost
+
+
+@pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
+@pytest.mark.parametrize("share", [0.14, 0.25, 0.40])
+def test_where_no_pass_of_a_kind_ran_alone_the_step_is_told_less_exactly(share: float) -> None:
+    step = plan(costs_of(share, 2), 4, 8, 2, "v", effort=0).timeline
+    assert step.schedule.beside
+    assert drift.compare(step).planned.cost == pytest.approx(step.cost, rel=0.03)
 
 
 def test_pictures_of_both(tmp_path: Path) -> None:

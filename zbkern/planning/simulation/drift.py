@@ -15,6 +15,7 @@ from zbkern.planning import draw
 from zbkern.planning.costs.chunks import TIMES, Costs
 from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.costs.memory import Memory
+from zbkern.planning.simulation.network_fit import with_network
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline, arrival, ended, ends_of, own_times, rescaled
 from zbkern.schedules.actions import Action
@@ -27,8 +28,8 @@ _WORTH_A_CUT = 0.03  # of the cost: layers are seldom divided more evenly
 def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
     """Costs, in the timelines' unit, of measured steps of one schedule: medians over microbatches and steps.
 
-    Passes beside each other have their shares of the time that they took together, so that these costs have no network
-    time, and a simulation in turn takes as long.
+    Where passes ran beside each other, times are those of passes that ran alone, if there are any, and network time is
+    what fits (`network_fit.py`); of others each counts its share of the time that they took together.
 
     memory: whose `activation` and `held` to keep; a timeline has none. A pass in several events (layers of a W)
     counts as their sum; that of the slices of a sequence, too, and by how much the time per length rises along the
@@ -53,7 +54,7 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         tuple(_attention(by_slice.get((kind, chunk), {}), schedule.slices) for chunk in chunks) for kind in "FB"
     ]
     again = {chunk: wholes["R", chunk] for chunk in chunks if ("R", chunk) in wholes}
-    return replace(
+    found = replace(
         memory,
         recompute=tuple(again.get(chunk, times[0][chunk]) for chunk in chunks) if again else memory.recompute,
         checkpoint=0.0 if again and memory.checkpoint is None else memory.checkpoint,
@@ -74,6 +75,7 @@ def costs(timelines: Sequence[Timeline], memory: Costs | None = None) -> Costs:
         speeds=None,  # are in the times
         time_unit=timelines[0].unit or None,
     )
+    return with_network(found, timelines) if schedule.beside else found
 
 
 def medians(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], float]:
@@ -96,12 +98,22 @@ def spread(timelines: Sequence[Timeline]) -> float:
 
 
 def _lengths(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], list[float]]:
-    """(kind, chunk, slice) -> how long each of these passes took."""
-    found: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    """(kind, chunk, slice) -> how long each of these passes took; of those that ran alone, if there are any."""
+    alone: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    beside: dict[tuple[str, int, int], list[float]] = defaultdict(list)
+    schedule = timelines[0].schedule
+    grouped = {
+        action
+        for rank, row in enumerate(schedule.actions)
+        for first, end in schedule.beside_of(rank)
+        for action in row[first:end]
+    }
     for timeline in timelines:
-        for (kind, chunk, microbatch), length in _passes(timeline).items():
-            found[kind, chunk, microbatch % len(timeline.schedule.slices)].append(length)
-    return found
+        for action, length in _passes(timeline).items():
+            kind, chunk, microbatch = action
+            found = beside if action in grouped else alone
+            found[kind, chunk, microbatch % len(schedule.slices)].append(length)
+    return {**beside, **alone}
 
 
 def _attention(times: Mapping[int, float], slices: Sequence[int]) -> float:
