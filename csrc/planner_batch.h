@@ -25,6 +25,7 @@ struct BatchCosts {
   Growth carried, carried_gradients;        // by the tokens of a whole sequence: apart where it is cut
   Growth network[2];                        // of F and of B, what others can hide; empty for none
   std::vector<Time> collectives;            // [chunks] in which it is in flight
+  std::vector<double> masked[2];            // [chunks] of F and of B of a pack: of a pair of tokens of two sequences
   bool apart = false;                       // no two F, or B, of one chunk run beside each other
   std::vector<double> merge_saving;         // [chunks]
   std::vector<Time> limit;                  // [ranks] beside what each holds all the time

@@ -87,6 +87,8 @@ BatchCosts batch_costs_from(const py::object& source) {
   costs.network[kForward] = growth_from(source, "network_forward");
   costs.network[kBackward] = growth_from(source, "network_backward");
   costs.collectives = source.attr("collectives").cast<std::vector<Time>>();
+  costs.masked[kForward] = source.attr("masked_forward").cast<std::vector<double>>();
+  costs.masked[kBackward] = source.attr("masked_backward").cast<std::vector<double>>();
   costs.apart = source.attr("apart").cast<bool>();
   costs.merge_saving = source.attr("merge_saving").cast<std::vector<double>>();
   costs.limit = source.attr("limit").cast<std::vector<Time>>();
@@ -118,7 +120,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 19;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 20;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);

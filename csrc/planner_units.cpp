@@ -8,13 +8,14 @@
 namespace zbkern {
 namespace {
 
-// The work of a token and of a pair of tokens in all chunks, without what every unit takes.
+// The work of a token, of a pair of tokens of one sequence and of two, in all chunks, without what every unit takes.
 struct Work {
   explicit Work(const BatchCosts& costs) {
     for (const Growth* each : {&costs.forward, &costs.backward, &costs.weight})
       for (std::size_t c = 0; c < each->linear.size(); c++) linear += each->linear[c], quadratic += each->quadratic[c];
+    for (const auto& each : costs.masked) masked += std::accumulate(each.begin(), each.end(), 0.0);
   }
-  double linear = 0, quadratic = 0;
+  double linear = 0, quadratic = 0, masked = 0;
   double of(double tokens) const { return linear * tokens + quadratic * tokens * tokens; }
   // How many tokens from the first on have so much work.
   double tokens(double work) const {
@@ -29,7 +30,9 @@ void pack(const Work& work, const std::vector<int>& lengths, std::vector<int> me
   std::vector<std::pair<double, int>> load(count, {0.0, 0});  // work, and tokens
   for (int member : members) {
     const auto least = std::min_element(load.begin(), load.end()) - load.begin();
-    packs[least].push_back(member), load[least].first += work.of(lengths[member]), load[least].second += lengths[member];
+    auto& [own, tokens] = load[least];
+    packs[least].push_back(member);
+    own += work.of(lengths[member]) + work.masked * 2 * tokens * lengths[member], tokens += lengths[member];
   }
   for (int i = 0; i < count; i++)
     if (!packs[i].empty()) rows.members.push_back(packs[i]), rows.cuts.push_back({load[i].second});
@@ -82,6 +85,7 @@ BatchRows packed(const BatchCosts& costs, const std::vector<int>& lengths, int c
 Problem problem_of(const BatchCosts& costs, const BatchRows& rows, const std::vector<int>& lengths) {
   struct Unit {
     double tokens, pairs, row;  // row: the tokens of its microbatch
+    double masked;              // pairs of tokens of different sequences
     int begin, end;             // the units of its microbatch
   };
   std::vector<Unit> units;
@@ -94,7 +98,8 @@ Problem problem_of(const BatchCosts& costs, const BatchRows& rows, const std::ve
     const double all = std::accumulate(cut.begin(), cut.end(), 0);
     for (const double length : cut) {
       const double end = at + length;
-      units.push_back({length, count == 1 ? pairs : end * end - at * at, all, first, first + count});
+      if (count == 1) units.push_back({length, pairs, all, all * all - pairs, first, first + 1});
+      else units.push_back({length, end * end - at * at, all, 0, first, first + count});
       p.ends.push_back(first + count), at = end;
     }
     p.slices = std::max(p.slices, count);
@@ -106,7 +111,10 @@ Problem problem_of(const BatchCosts& costs, const BatchRows& rows, const std::ve
   const auto whole = [](double value) { return static_cast<Time>(std::llround(value)); };
   for (int c = 0; c < p.chunks; c++) {
     const auto of = [&](const Growth& growth, const Unit& u) { return whole(growth.of(c, u.tokens, u.pairs)); };
-    const auto time = [&](const Growth& growth, const Unit& u) { return std::max<Time>(1, of(growth, u)); };
+    const auto time = [&](const Growth& growth, const Unit& u, double masked = 0) {
+      return std::max<Time>(1, whole(growth.of(c, u.tokens, u.pairs) + masked * u.masked));
+    };
+    const double in_forward = costs.masked[kForward][c], in_backward = costs.masked[kBackward][c];
     const auto lag = [&](int edge, const Unit& u) {
       const bool apart = edge >= 0 && edge + 1 < p.chunks && p.placement[edge] != p.placement[edge + 1];
       return apart ? whole(costs.communication.of(edge, u.tokens, u.pairs)) : 0;
@@ -118,9 +126,9 @@ Problem problem_of(const BatchCosts& costs, const BatchRows& rows, const std::ve
       const Time gradients = whole(costs.carried_gradients.of(c, u.row, 0));
       const auto kept = [&](const Unit& of_unit) { return of(costs.activation, of_unit) + (cut ? 0 : carried); };
       const bool first = cut && k == u.begin, last = cut && k + 1 == u.end;
-      p.forward.push_back(time(costs.forward, u)), p.forward_lag.push_back(lag(c - 1, u));
-      p.backward.push_back(time(costs.backward, back)), p.backward_lag.push_back(lag(c, back));
-      p.weight.push_back(time(costs.weight, back)), p.fused.push_back(time(costs.fused, back));
+      p.forward.push_back(time(costs.forward, u, in_forward)), p.forward_lag.push_back(lag(c - 1, u));
+      p.backward.push_back(time(costs.backward, back, in_backward)), p.backward_lag.push_back(lag(c, back));
+      p.weight.push_back(time(costs.weight, back)), p.fused.push_back(time(costs.fused, back, in_backward));
       p.merge_saving.push_back(std::min(whole(costs.merge_saving[c]), p.weight.back()));
       p.activation.push_back(kept(u) + (first ? carried : 0)), p.held.push_back(of(costs.held, back));
       p.freed.push_back(kept(back) - (first ? gradients : 0) + (last ? carried + gradients : 0));

@@ -11,6 +11,7 @@ from zbkern.pipeline import (
     Pipeline,
     PlannedBatches,
     ProfileOptions,
+    as_packs,
     cut,
     export,
     profile,
@@ -28,7 +29,7 @@ tokenizer = AutoTokenizer.from_pretrained(model)
 dataset = [tokenizer(line).input_ids for line in Path(text).read_text().splitlines()]
 
 sample = torch.tensor([max(dataset, key=len)] * ranks)  # what passes take is measured on the longest sequence
-options = ProfileOptions(slices=True)
+options = ProfileOptions(slices=True, packs=as_packs(sample, 4))  # and how much longer packs take under a mask
 sample_targets = token_targets(sample, ranks)
 costs = profile(chunks, schedule.placement, token_loss, {"input_ids": sample}, sample_targets, ranks, options=options)
 

@@ -29,6 +29,7 @@ _HOME = {
     "StepOptions": "zbkern.pipeline.runtime.options",
     "Timeline": "zbkern.planning.simulation.timeline",
     "add_loss": "zbkern.pipeline.auxiliary_losses",
+    "as_packs": "zbkern.pipeline.batches",
     "check_slices": "zbkern.pipeline.runtime.slices.check_slices",
     "checkpoint": "zbkern.pipeline.checkpoint",
     "cut": "zbkern.pipeline.models",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from zbkern.pipeline.auxiliary_losses import add_loss as add_loss
     from zbkern.pipeline.batches import PlannedBatch as PlannedBatch
     from zbkern.pipeline.batches import PlannedBatches as PlannedBatches
+    from zbkern.pipeline.batches import as_packs as as_packs
     from zbkern.pipeline.models.cutting import cut as cut
     from zbkern.pipeline.models.cutting import layer_chunks as layer_chunks
     from zbkern.pipeline.models.deferred_logits import DeferredLogits as DeferredLogits

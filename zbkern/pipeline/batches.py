@@ -18,6 +18,7 @@ from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.memory import Limit
 from zbkern.planning.planner.batch import PASSES, BatchPlan, best_batch_plan, sequence_work
 from zbkern.planning.planner.request import BatchRequest, Placement
+from zbkern.schedules.actions import check_count
 from zbkern.schedules.units import some
 
 
@@ -191,6 +192,21 @@ class PlannedBatches:
 
     def _there(self, values: Tensor) -> Tensor:
         return values[None].to(self._device or "cpu", non_blocking=True)
+
+
+def as_packs(rows: Tensor, sequences: int) -> tuple[list[dict[str, Tensor]], list[dict[str, Any]]]:
+    """Inputs and side inputs of these rows [rows, tokens], a microbatch each, as packs of so many sequences that are
+    about as long, in the form of `PlannedBatch`: for `ProfileOptions(packs=...)`. Raises TypeError or ValueError for
+    fewer than two sequences, or fewer tokens than sequences.
+    """
+    check_count("as_packs: sequences", sequences, 2)
+    tokens = rows.shape[-1]
+    if sequences > tokens:
+        raise ValueError(f"as_packs: sequences must be at most the {tokens} tokens of a row; got {sequences}")
+    ends = [tokens * number // sequences for number in range(sequences + 1)]
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ends)]).to(rows.device)[None]
+    side = ends_of_pack(ends, rows.device)
+    return [{"input_ids": row[None], "position_ids": positions} for row in rows], [side] * len(rows)
 
 
 def ends_of_pack(ends: Sequence[int], device: torch.device | str | None) -> dict[str, Any]:

@@ -68,6 +68,28 @@ def test_a_pack_pays_the_attention_of_each_of_its_sequences() -> None:
     assert times["BW"] + times["B"] + times["W"] == pytest.approx((2 + 2) * linear + 2 * pairs)
 
 
+def test_under_a_mask_a_pack_pays_for_pairs_of_tokens_of_different_sequences() -> None:
+    """One rank, one pack of four, by hand; a sequence by itself, whole or cut, pays nothing."""
+    costs = Costs(3.0, 4.0, 2.0, attention_forward=1.0, attention_backward=2.0, tokens=100, activation=10.0, held=5.0)
+    costs = replace(costs, overhead=0.5)
+    masked = replace(costs, masked_forward=0.03, masked_backward=0.07)
+    one, other = (plan_batch([50, 50, 50, 50], each, 1, 1, multiple=1000, passes=1) for each in (costs, masked))
+    assert len(other.rows) == 1
+    between = (200**2 - 4 * 50**2) / 100**2
+    assert other.makespan == pytest.approx(one.makespan + (0.03 + 0.07) * between)
+    alone = [plan_batch([400], each, 2, 1, multiple=50, passes=1000).makespan for each in (costs, masked)]
+    assert alone[0] == alone[1]
+
+
+def test_under_a_mask_packs_have_fewer_tokens() -> None:
+    generator = random.Random(3)
+    lengths, costs = lengths_of(generator, 60), costs_of(8, generator, same=True)
+    masked = replace(costs, masked_forward=20.0, masked_backward=50.0)
+    few, many = (plan_batch(lengths, each, 4, passes=50_000) for each in (costs, masked))
+    assert len(many.rows) > len(few.rows)
+    check_complete(many, lengths)
+
+
 def test_the_same_lengths_give_the_same_plan() -> None:
     generator = random.Random(5)
     lengths, costs = lengths_of(generator, 60), costs_of(8, generator)

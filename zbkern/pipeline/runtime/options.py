@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zbkern.planning.costs.chunks import COPY_SIZE
 from zbkern.schedules.actions import check_count
@@ -57,6 +58,8 @@ class ProfileOptions:
             is a whole F, which keeps what it is given. In a chunk without such a part there is nothing to recompute.
         slices: also measure sequences in slices, for what plans of slices weigh: attention, overhead, and what is
             carried. Sequences as long as the longest that plans are for tell most; those of less than 16 tokens little.
+        packs: inputs and side inputs with which the rows of the batch are packs, such as `as_packs` makes: also measure
+            what attention between the sequences of a pack takes, under a mask. With slices alone.
 
     Raises TypeError or ValueError for other numbers and parts.
     """
@@ -66,10 +69,16 @@ class ProfileOptions:
     copy_size: int = COPY_SIZE
     recompute: Sequence[str | type] = ()
     slices: bool = False
+    packs: tuple[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         _check(self)
         check_count("ProfileOptions: repeats", self.repeats)
+        if self.packs is not None and (not self.slices or not isinstance(self.packs, tuple) or len(self.packs) != 2):
+            raise TypeError(
+                "ProfileOptions: packs must be (inputs, side), beside slices=True; got "
+                f"{type(self.packs).__name__} beside slices={self.slices!r}"
+            )
 
 
 def _check(options: StepOptions | ProfileOptions) -> None:

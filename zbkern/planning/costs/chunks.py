@@ -48,6 +48,8 @@ class ChunkCosts(NamedTuple):
     network_backward: tuple[float, ...]
     collectives: tuple[float, ...]
     message: tuple[float, ...]
+    masked_forward: tuple[float, ...]
+    masked_backward: tuple[float, ...]
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -129,6 +131,8 @@ class Costs(CommonCosts):
             before, between and behind them; one at least where there is network time.
         message: memory of a message between neighbouring chunks on different ranks, a number or one per edge: a rank
             has room for those that others may have sent before it takes them (`FlatCosts.ahead`).
+        masked_forward, masked_backward: of F and B of a pack of many short sequences, which has as many tokens as the
+            sequence, the time of attention between them, where a mask hides it; 0 where attention leaves it out.
         tokens: of a sequence, where they are known: slices that a plan chooses are then multiples of 128.
         speeds: of the ranks, where they differ: passes of a chunk take its times, without those of the
             network, divided by the speed of its rank.
@@ -159,6 +163,8 @@ class Costs(CommonCosts):
     network_backward: PerChunk = 0.0
     collectives: PerChunk = 0.0
     message: PerChunk = 0.0
+    masked_forward: PerChunk = 0.0
+    masked_backward: PerChunk = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,7 +220,7 @@ TIMES = (
 )  # of passes: in a chunk those of its layers together
 COMPUTED = (
     *("forward", "backward", "weight", "fused", "merge_saving", "recompute"),
-    *("attention_forward", "attention_backward", "overhead"),
+    *("attention_forward", "attention_backward", "overhead", "masked_forward", "masked_backward"),
 )  # times of `ChunkCosts` that depend on how fast a rank computes
 MEMORY = ("activation", "held", "carried", "carried_gradients")  # of a microbatch
 _OPTIONAL = ("recompute", "checkpoint", "carried_gradients")  # of the fields with a number per chunk: they may be None

@@ -183,7 +183,8 @@ class _BatchCosts(NamedTuple):
     """What the compiled search reads (csrc/planner_batch.h); times and memory in its own units.
 
     communication: of a message from a chunk to the next. collectives: of an F or B of each chunk; () where none can be
-    hidden. limit: of each rank, beside what it holds all the time.
+    hidden. masked_forward, masked_backward: of a pair of tokens of two sequences of a pack. limit: of each rank, beside
+    what it holds all the time.
     bound: in the unit of the costs.
     """
 
@@ -200,6 +201,8 @@ class _BatchCosts(NamedTuple):
     network_forward: Growth
     network_backward: Growth
     collectives: tuple[int, ...]
+    masked_forward: tuple[float, ...]
+    masked_backward: tuple[float, ...]
     merge_saving: tuple[float, ...]
     limit: tuple[int, ...]
     multiple: int
@@ -246,6 +249,8 @@ class _BatchCosts(NamedTuple):
             network_forward=per_token(growths.network_forward, time_scale),
             network_backward=per_token(growths.network_backward, time_scale),
             collectives=tuple(max(1, round(each)) for each in whole.collectives) if flat.has_network else (),
+            masked_forward=tuple(value * time_scale / tokens**2 for value in whole.masked_forward),
+            masked_backward=tuple(value * time_scale / tokens**2 for value in whole.masked_backward),
             merge_saving=tuple(value * time_scale for value in whole.merge_saving),
             limit=tuple(round(min(room * (1 + _SLACK) * memory_scale, _UNLIMITED)) for room in rooms),
             multiple=request.multiple,

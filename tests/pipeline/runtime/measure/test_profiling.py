@@ -147,6 +147,62 @@ def test_slices_tell_the_overhead_and_attention() -> None:
         assert overhead_and_attention(places, times) == (0, 0)
 
 
+class Counted(torch.autograd.Function):
+    """Lets a clock of its own go on, forward and backward."""
+
+    seconds = 0.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.backward_time = backward
+        Counted.seconds += forward
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        Counted.seconds += ctx.backward_time
+        return dy, None, None
+
+
+class LongPacks(nn.Module):
+    """As long as its tokens, and longer by 30 in F and by 60 in B where they are a pack, as under a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, cu_seqlens: Any = None, carry: Any = None) -> torch.Tensor:
+        more = cu_seqlens is not None
+        return Counted.apply(self.linear(x), x.shape[1] + 30 * more, 2 * x.shape[1] + 60 * more)
+
+
+def total(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum()
+
+
+total.reduction = "sum"  # type: ignore[attr-defined]
+
+
+def test_what_packs_take_under_a_mask_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were of the pairs of tokens of different sequences, 3/4 of all in packs of four."""
+    monkeypatch.setattr(EventClock, "now", lambda clock: Counted.seconds)
+    data, ends = torch.randn(2, 32, 16), torch.arange(0, 33, 8)
+    options = ProfileOptions(2, slices=True, packs=([*data[:, None]], [{"cu_seqlens": ends}] * 2))
+    costs = profile([zbkern.convert(LongPacks())], [0], total, data, data, 2, options=options)
+    assert costs.forward[0] == pytest.approx(32e3)
+    assert costs.masked_forward[0] == pytest.approx(30e3 / 0.75)
+    assert costs.masked_backward[0] == pytest.approx(60e3 / 0.75)
+
+
+def test_packs_without_ends_are_refused() -> None:
+    data = torch.randn(2, 32, 16)
+    options = ProfileOptions(1, slices=True, packs=([*data[:, None]], None))
+    with pytest.raises(ValueError, match="packs must have side inputs of each row, with the ends of its sequences"):
+        profile([zbkern.convert(LongPacks())], [0], nn.functional.mse_loss, data, data, 2, options=options)
+    with pytest.raises(TypeError, match="packs must be \\(inputs, side\\), beside slices=True; got tuple beside"):
+        ProfileOptions(packs=([], []))
+
+
 class Mixed(nn.Module):
     """A linear that zbkern has, and one whose W it never sees."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from statistics import median, median_low
+from statistics import mean, median, median_low
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from zbkern.pipeline.runtime.measure.links import Link
 from zbkern.pipeline.runtime.slices.sliced_batch import edges
 from zbkern.planning.costs.chunks import COMPUTED, Costs
+from zbkern.planning.costs.flat import Growth, Growths
 from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Timeline
@@ -56,6 +57,8 @@ class Measurements(NamedTuple):
     fused: list[Timeline]  # with BW
     recomputing: list[Timeline] | None = None  # with an R of named parts; None where none were asked for
     sliced: list[Timeline] | None = None  # with every sequence in slices; None where not asked for
+    packed: list[Timeline] | None = None  # with the rows as packs; None where not asked for
+    packs: list[list[int]] | None = None  # of each row, the lengths of its sequences
 
 
 def chunk_costs(steps: Measurements) -> Costs:
@@ -84,6 +87,8 @@ def chunk_costs(steps: Measurements) -> Costs:
     )
     if steps.sliced is not None:
         costs = _with_slices(costs, steps.sliced, chunks)
+    if steps.packed is not None:
+        costs = _with_packs(costs, steps)
     if steps.recomputing is None:
         return costs
     lengths = drift.costs(steps.recomputing).per_chunk(count).recompute
@@ -117,6 +122,24 @@ def _with_slices(costs: Costs, sliced: Sequence[Timeline], chunks: Sequence[Meas
         carried_gradients=[chunk.carried_gradients for chunk in chunks],
         tokens=tokens,
     )
+
+
+def _with_packs(costs: Costs, steps: Measurements) -> Costs:
+    """The costs, with what F and B of packs took longer than their sequences' tokens and pairs of them explain."""
+    packs, count = steps.packs, len(steps.chunks)
+    assert packs is not None
+    assert costs.tokens is not None
+    assert steps.packed is not None
+    times, growths = drift.medians(steps.packed), Growths.of(costs.per_chunk(count))
+    tokens = mean(map(sum, packs)) / costs.tokens
+    pairs = mean(sum(length * length for length in pack) for pack in packs) / costs.tokens**2
+    between = mean(sum(pack) ** 2 for pack in packs) / costs.tokens**2 - pairs
+
+    def masked(kind: str, growth: Growth) -> list[float]:
+        own = growth.at(tokens, pairs)
+        return [max(0.0, times[kind, at, 0] - own[at]) / between for at in range(count)]
+
+    return replace(costs, masked_forward=masked("F", growths.forward), masked_backward=masked("B", growths.backward))
 
 
 def overhead_and_attention(places: Sequence[tuple[int, int]], times: Sequence[float]) -> tuple[float, float]:

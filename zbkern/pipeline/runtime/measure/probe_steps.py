@@ -24,7 +24,7 @@ from zbkern.pipeline.runtime.measure.network import NetworkWatch
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.memory.recomputation import Parts, parts_of
 from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
-from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, check_sliceable, length_of
+from zbkern.pipeline.runtime.slices.sliced_batch import ENDS, LossFn, check_sliceable, length_of, lengths_of_pack
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.tensors import tensors_in
 from zbkern.planning.simulation import drift
@@ -49,6 +49,7 @@ class _Kind(NamedTuple):
     merge: bool = False
     ledger: Ledger | None = None
     network: NetworkWatch | None = None
+    packs: tuple[Any, Any] | None = None  # inputs and side inputs in the place of those of the batch
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ class ProbeSteps:
                 **self._recomputing(pipe, apart, layers),
                 **self._sliced(pipe, placement),
             }
+            packs = self._packs(pipe)
+            if packs:
+                kinds["packed"] = _Kind(apart, packs=self.options.packs)
             timelines = self._in_turn(pipe, kinds)
             if pipe.rank == 0:
                 self._warn_of_noise(max(map(drift.spread, timelines.values())))
@@ -134,7 +138,7 @@ class ProbeSteps:
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
             largest = max((chunk.output for chunk in chunks[:-1]), default=0)
             link = slowest_link(pipe._calls.transport, device, pipe._calls.timeout, largest) if layers else None
-        return Measurements(chunks, link, **timelines)
+        return Measurements(chunks, link, **timelines, packs=packs)
 
     def _in_turn(self, pipe: Pipeline, kinds: Mapping[str, _Kind]) -> dict[str, list[Timeline]]:
         """The timelines of `repeats` steps of each kind, after one to warm up; of more while their times differ.
@@ -159,7 +163,10 @@ class ProbeSteps:
         pipe.queue.merge = kind.merge
         pipe._calls.loop.use_ledger(kind.ledger)
         with _NOTHING if kind.network is None else kind.network.watching():
-            pipe.step(*self.batch, schedule=kind.schedule)
+            inputs, targets, side = self.batch
+            if kind.packs is not None:
+                inputs, side = kind.packs
+            pipe.step(inputs, targets, side, schedule=kind.schedule)
         return rescaled(pipe.last.gather_timeline(), 1e3, "ms")
 
     def _warn_of_noise(self, spread: float) -> None:
@@ -199,6 +206,20 @@ class ProbeSteps:
         tokens = max(each or 0 for each in pipe.gather(length_of(self.batch[0])))
         slices = SLICES if tokens >= sum(SLICES) else (1, 1)
         return {"sliced": _Kind(_all_forwards_first(placement, self.microbatches, slices))}
+
+    def _packs(self, pipe: Pipeline) -> list[list[int]] | None:
+        """The lengths of the sequences in each row of the packs, None where none were asked for."""
+        if self.options.packs is None:
+            return None
+        found = [lengths for side in self.options.packs[1] or () if len(lengths := lengths_of_pack(side)) > 1]
+        everywhere = [each for each in pipe.gather(found) if each]
+        if not everywhere:
+            names = ", ".join(sorted(ENDS))
+            raise ValueError(
+                f"{self.function}: packs must have side inputs of each row, with the ends of its sequences by one of "
+                f"the names {names}; got none (as_packs makes such)"
+            )
+        return everywhere[0]
 
     def _ledger(self, pipe: Pipeline, parts: Mapping[int, Parts] | None = None) -> Ledger:
         """parts: as for it."""

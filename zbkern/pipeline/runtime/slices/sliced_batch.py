@@ -56,6 +56,12 @@ def edges(call: str, tokens: int, slices: Sequence[int]) -> list[tuple[int, int]
     return [*pairwise(ends)]
 
 
+def lengths_of_pack(side: Any) -> list[int]:
+    """Of the sequences of a row, by its side inputs; none where they have no ends."""
+    ends = next((side[name] for name in sorted(ENDS) if name in side), None) if isinstance(side, Mapping) else None
+    return [] if ends is None else torch.as_tensor(ends).flatten().diff().tolist()
+
+
 def length_of(*values: Any) -> int | None:
     """The size of dimension 1, the sequence's, of the first tensor that has one; None where there is no such."""
     return next((tensor.shape[1] for tensor in tensors_in(values) if tensor.dim() > 1), None)
