@@ -92,14 +92,14 @@ class Interception(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        if not self._takes_parameter(args, kwargs) or not self.reaches():
-            return function(*args, **kwargs)
-        name = function.__name__
+        name = getattr(function, "__name__", "")  # first: half of all calls ask for a shape or a dtype
         if name == "__get__":
             name = function.__self__.__name__  # type: ignore[attr-defined]
             if name not in VIEWS:
                 return function(*args, **kwargs)
-        if name in WITHOUT_GRADIENT or kwargs.get("out") is not None:
+        if name in WITHOUT_GRADIENT or not self._takes_parameter(args, kwargs) or not self.reaches():
+            return function(*args, **kwargs)
+        if kwargs.get("out") is not None:
             return function(*args, **kwargs)
         if name in HOOKS:
             if not args[0].is_leaf:
@@ -135,7 +135,7 @@ class Interception(TorchFunctionMode):
     def _takes_parameter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         for argument in args:
             if isinstance(argument, Tensor):
-                if self.view(argument) is not None or self.is_sharded(argument):
+                if argument.requires_grad and (self.view(argument) is not None or self.is_sharded(argument)):
                     return True
             elif type(argument) in (list, tuple) and self._takes_parameter(tuple(argument), {}):
                 return True
