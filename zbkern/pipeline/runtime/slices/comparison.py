@@ -226,11 +226,16 @@ class Comparison:
             self._calls: Counter[str] = Counter()
             self._running: list[str] = []  # parts, the innermost last
             self._watches = True
-            with queue.defer(number), losses.during(number, share), self._calm(number):
+            with (
+                torch.set_grad_enabled(self._trains),
+                queue.defer(number),
+                losses.during(number, share),
+                self._calm(number),
+            ):
                 queue._in_slice = in_slices
                 outputs.append(self._call(inputs, {**keywords, **carried}))
                 queue._in_slice = self._watches = False
-            carries.end_forward(number, carried)
+                carries.end_forward(number, carried)
             given.append([leaf for leaf in tensors_in(inputs) if leaf.requires_grad])
         leaves = [*map(tensors_in, outputs)]
         if not self._trains:
