@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -316,6 +316,113 @@ class Chooses(Mixer):
         return x * (scores > 0.5)[..., None] if self.chance < 0.9 else x * scores.softmax(1)[..., None]
 
 
+class Limits(Mixer):
+    """What chooses tokens by their scores, one by one or up to a limit: experts with a capacity, budgets, thresholds
+    and orders of the row. Some compute each token by itself."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(rng)
+        self.router = nn.Linear(WIDTH, rng.choice([2, 4, 8]))
+        self.threshold, self.share = rng.uniform(0.05, 0.95), rng.choice([0.1, 0.2, 0.25, 0.34, 0.5, 0.7, 0.9])
+        self.way = rng.randrange(len(WAYS))
+
+    def mix(self, x: Tensor, **_: Any) -> Tensor:
+        return x * WAYS[self.way](self, x, (3 * self.router(x)).softmax(-1))
+
+    def limit(self, count: int) -> int:
+        return math.ceil(count * self.share)
+
+    def passes(self, scores: Tensor) -> Tensor:
+        """[rows, tokens]: those of a high first score."""
+        return scores[..., 0] > self.threshold
+
+
+def _capacity(self: Limits, x: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+    """Of experts: the first tokens of a row, of all rows, or of all in the order of tokens, that choose each."""
+    if self.chance < 0.4:
+        return chosen * (chosen.cumsum(1) <= self.limit(x.shape[1]))
+    flat = (chosen.mT if self.chance < 0.7 else chosen).flatten(0, 1) if self.chance > 0.5 else chosen.flatten(0, 1)
+    if flat.shape[1] != scores.shape[2]:
+        flat = chosen.transpose(0, 1).flatten(0, 1)
+        kept = flat * (flat.cumsum(0) <= self.limit(len(flat)))
+        return kept.unflatten(0, (x.shape[1], len(x))).transpose(0, 1)
+    return (flat * (flat.cumsum(0) <= self.limit(len(flat)))).view_as(chosen)
+
+
+def _by_score(self: Limits, x: Tensor, scores: Tensor) -> Tensor:
+    """An expert's best tokens first."""
+    chosen = F.one_hot(scores.argmax(-1), scores.shape[-1]).to(x)
+    order = scores.amax(-1).argsort(1, descending=True)
+    sorted_ = chosen.gather(1, order[..., None].expand_as(chosen))
+    kept = sorted_ * (sorted_.cumsum(1) <= self.limit(x.shape[1]))
+    return (torch.zeros_like(kept).scatter(1, order[..., None].expand_as(kept), kept) * scores).sum(-1, keepdim=True)
+
+
+def _first_that_pass(self: Limits, x: Tensor, scores: Tensor) -> Tensor:
+    kept = torch.zeros_like(scores[..., 0])
+    for row, passes in enumerate(self.passes(scores)):
+        kept[row, passes.nonzero()[:, 0][: self.limit(x.shape[1])]] = 1
+    return kept[..., None]
+
+
+def _first_of_experts(self: Limits, x: Tensor, scores: Tensor) -> Tensor:
+    flat = scores.flatten(0, 1)
+    kept, best = torch.zeros_like(flat[:, :1]), flat.argmax(1)
+    for expert in range(flat.shape[1]):
+        rows = torch.where(best == expert)[0][: self.limit(len(flat))]
+        kept = kept.index_add(0, rows, flat[rows, expert, None])
+    return kept.view(*scores.shape[:2], 1)
+
+
+def _top_two(self: Limits, scores: Tensor) -> Tensor:
+    """[rows, tokens, experts]: the weights of the two that each token takes."""
+    best = scores.topk(2, -1)
+    return torch.zeros_like(scores).scatter(-1, best.indices, best.values)
+
+
+def _crowded(self: Limits, x: Tensor, scores: Tensor, many: Tensor) -> Tensor:
+    return scores[..., :1] * (0.5 if bool(many) else 1.0)
+
+
+WAYS: list[Callable[[Limits, Tensor, Tensor], Tensor]] = [
+    # each token by itself
+    lambda self, x, s: self.passes(s)[..., None] * s[..., :1],
+    lambda self, x, s: s.gather(-1, s.argmax(-1, keepdim=True)),
+    lambda self, x, s: _top_two(self, s).amax(-1, keepdim=True),
+    lambda self, x, s: s.masked_fill(s < s.amax(-1, keepdim=True) * self.share, 0).sum(-1, keepdim=True),
+    # limits that the data may reach
+    lambda self, x, s: (self.passes(s) & (self.passes(s).cumsum(1) <= self.limit(x.shape[1])))[..., None],
+    lambda self, x, s: _capacity(self, x, s, F.one_hot(s.argmax(-1), s.shape[-1]).to(x)).amax(-1, keepdim=True),
+    lambda self, x, s: (_capacity(self, x, s, (s > self.threshold).to(x)) * s).amax(-1, keepdim=True),
+    lambda self, x, s: (_capacity(self, x, s, (_top_two(self, s) > 0).to(x)) * s).sum(-1, keepdim=True),
+    _by_score,
+    _first_that_pass,
+    _first_of_experts,
+    lambda self, x, s: _crowded(self, x, s, self.passes(s).sum(1).max() > self.limit(x.shape[1])),
+    lambda self, x, s: _crowded(self, x, s, (self.passes(s).cumsum(1) > self.limit(x.shape[1])).any()),
+    lambda self, x, s: _crowded(self, x, s, self.passes(s).any()),
+    lambda self, x, s: _crowded(self, x, s, ~self.passes(s).all()),
+    lambda self, x, s: ((s[..., 0] * self.passes(s)).cumsum(1) < self.limit(x.shape[1]))[..., None] * s[..., :1],
+    lambda self, x, s: (
+        (s[..., 0] * self.passes(s)).topk(self.limit(x.shape[1]), 1).values.amin(1)[:, None, None] + s[..., :1]
+    ),
+    lambda self, x, s: (self.limit(x.shape[1]) - s[..., 0].cumsum(1)).clamp(0, 1)[..., None],
+    lambda self, x, s: (self.limit(x.shape[1]) - self.passes(s).to(x).cumsum(1)).clamp(0, 1)[..., None],
+    # orders and sums of the row
+    lambda self, x, s: (s >= s.quantile(self.share, 1, keepdim=True)).to(x).amax(-1, keepdim=True),
+    lambda self, x, s: (s[..., 0] >= s[..., 0].kthvalue(self.limit(x.shape[1]), 1, keepdim=True).values)[..., None],
+    lambda self, x, s: (
+        torch.zeros_like(s).scatter(1, s.topk(self.limit(x.shape[1]), 1).indices, 1.0).sum(-1, keepdim=True)
+    ),
+    lambda self, x, s: s[..., :1] > s[..., :1].mean(1, keepdim=True),
+    lambda self, x, s: s.gather(1, s.argmax(1, keepdim=True)).amax(-1, keepdim=True) + s[..., :1],
+    lambda self, x, s: s[..., :1] * (1 + self.passes(s).to(x).mean(1)[:, None, None]),
+    lambda self, x, s: s[..., :1] / self.passes(s).sum(1).clamp_min(1)[:, None, None],
+    lambda self, x, s: (s[..., :1].argsort(1).argsort(1) < self.limit(x.shape[1])) * s[..., :1],
+    lambda self, x, s: (s[..., 0].cummax(1).indices == torch.arange(x.shape[1]))[..., None] * s[..., :1],
+]
+
+
 class Statistics(Mixer):
     """Means and variances of the tokens up to each one, handed on or not."""
 
@@ -427,11 +534,11 @@ KINDS: list[Callable[[random.Random], Mixer]] = [
 class Mixers(nn.Module):
     """One to three of these in a chunk, of token numbers, or of what another chunk has returned."""
 
-    def __init__(self, rng: random.Random, embeds: bool) -> None:
+    def __init__(self, rng: random.Random, embeds: bool, kinds: Sequence[Callable[..., Mixer]] = KINDS) -> None:
         super().__init__()
         options = rng.choice([{}, {}, {}, {"scale_grad_by_freq": True}, {"max_norm": 1.0}])
         self.embedding = nn.Embedding(13, WIDTH, **options) if embeds else None
-        self.parts = nn.ModuleList(rng.choice(KINDS)(rng) for _ in range(rng.choice([1, 1, 2, 3])))
+        self.parts = nn.ModuleList(rng.choice(kinds)(rng) for _ in range(rng.choice([1, 1, 2, 3])))
 
     def forward(self, x: Tensor, attention_mask: Any = None, cu_seqlens: Any = None, carry: Any = None) -> Tensor:
         if self.embedding is not None:

@@ -227,6 +227,61 @@ def test_deep_chunks_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize("tokens", [4, 6, TOKENS])
+class Chosen(nn.Module):
+    """Tokens whose first score is high; weight: of each, of those [rows, tokens] that are chosen and all scores."""
+
+    def __init__(self, weight: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.router, self.linear, self.weight = nn.Linear(WIDTH, 4), nn.Linear(WIDTH, WIDTH), weight
+        nn.init.constant_(self.router.bias, -9.0)  # no token of a probe or a batch is
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).sigmoid()
+        return self.linear(x) * self.weight(scores[..., 0] > 0.5, scores)[..., None]
+
+
+@pytest.mark.parametrize(
+    ("weight", "what"),
+    [
+        (lambda chosen, scores: chosen * scores[..., 1], None),
+        (lambda chosen, scores: scores.amax(-1) + scores.argmax(-1), None),
+        (lambda chosen, scores: chosen & (chosen.cumsum(1) <= chosen.shape[1] // 2), "computes"),
+        (lambda chosen, scores: chosen * (chosen.double().cumsum(1) <= chosen.shape[1] // 2), "computes"),
+        (lambda chosen, scores: ~chosen & ((~chosen).cumsum(1) <= chosen.shape[1] // 2), "computes"),
+        (lambda chosen, scores: scores[..., 0] * (0.5 if bool(chosen.any()) else 1.0), "computes"),
+        (lambda chosen, scores: scores[..., 0] * (1.0 if bool(chosen.any(1).all()) else 0.5), "computes"),
+        (lambda chosen, scores: scores[..., 0] > 2 * scores[..., 0].amax(1, keepdim=True), "compares tokens with"),
+    ],
+)
+def test_what_a_choice_of_tokens_may_lead_to_is_seen_whatever_tokens_are_chosen(weight: Any, what: str | None) -> None:
+    torch.manual_seed(0)
+    module = chunk_with(Chosen(weight), torch.float64)
+    with one_rank(module, schedules.zb_h1(1, 2, slices=2)) as pipe:
+        if what is None:
+            pipe.step(*batch(torch.float64))
+            return
+        with pytest.raises(PipelineError, match=rf"part \(\w*Chosen\) {what} something else"):
+            pipe.step(*batch(torch.float64))
+
+
+def test_a_loop_that_waits_for_a_comparison_ends() -> None:
+    """Where all tokens pass, it would not."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+            y = self.linear(x)
+            while bool((y.abs() > 1).any()):
+                y = torch.where(y.abs() > 1, y / 2, y)
+            return y
+
+    with one_rank(Halves().double(), schedules.zb_h1(1, 2, slices=2)) as pipe:
+        pipe.step(*batch(torch.float64))
+
+
 def test_one_draw_for_all_tokens_is_found_in_sequences_of_any_length(tokens: int) -> None:
     """Also where it has as many numbers, or twice as many, as a part has tokens."""
     module = chunk_with(Alone(lambda x: x * F.dropout(torch.ones_like(x[:, :1]))), torch.float64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.support.chunks import one_rank
 from tests.support.seeds import seed
-from tests.support.token_mixers import WIDTH, Mixers, converted
+from tests.support.token_mixers import KINDS, WIDTH, Limits, Mixer, Mixers, converted
 from zbkern.pipeline import PipelineError, schedules
 
 REFUSALS = "cannot take its sequences in slices", "cannot take sequences packed into a row"
@@ -24,7 +25,8 @@ REFUSALS = "cannot take its sequences in slices", "cannot take sequences packed 
 class Case:
     """A module and two batches: the second is the one that counts."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, kinds: Sequence[Any] = KINDS) -> None:
+        self.kinds = kinds
         number = rng.randrange(2**31)
         self.embeds, self.rows = rng.random() < 0.5, rng.choice([1, 1, 2, 3])
         self.module, self.twin = (self.made(number) for _ in range(2))  # a copy would have no hooks on weights
@@ -47,7 +49,7 @@ class Case:
 
     def made(self, number: int) -> Mixers:
         torch.manual_seed(number)
-        return Mixers(random.Random(number), self.embeds).double()
+        return Mixers(random.Random(number), self.embeds, self.kinds).double()
 
     def inputs(self, tokens: int, alike: bool) -> Tensor:
         if self.embeds:
@@ -116,14 +118,19 @@ def outcome(case: Case) -> str:
     return "equal"
 
 
-def check_many(count: int, number: int) -> dict[str, int]:
+def check_many(count: int, number: int, kinds: Sequence[Any] = KINDS) -> dict[str, int]:
     found: dict[str, int] = {}
     for each in range(count):
         rng = random.Random(number * 1_000_003 + each)
-        case = Case(rng)
+        case = Case(rng, kinds)
         result = outcome(case)
-        told = {name: value for name, value in vars(case).items() if name not in ("module", "twin", "converts")}
-        parts = [(type(part).__name__, round(part.chance, 3), part.width) for part in case.module.parts]
+        told = {
+            name: value for name, value in vars(case).items() if name not in ("module", "twin", "converts", "kinds")
+        }
+        parts = [
+            (type(part).__name__, vars(part).get("way"), round(part.chance, 3), part.width)
+            for part in case.module.parts
+        ]
         assert result in ("equal", "refused", "drawn"), f"number {each}: {result}: {parts} {case.module} {told}"
         found[result] = found.get(result, 0) + 1
     return found
@@ -131,6 +138,22 @@ def check_many(count: int, number: int) -> dict[str, int]:
 
 def test_a_few_mixers() -> None:
     assert check_many(12, seed(0)).keys() >= {"equal", "refused"}
+
+
+LIMITS = [Limits, Limits, Limits, Mixer]
+
+
+def test_a_few_limits() -> None:
+    assert check_many(6, seed(2), LIMITS).keys() >= {"equal", "refused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_many_limits(part: int) -> None:
+    """Tokens that are chosen by their scores, up to a limit that they may reach."""
+    count = int(os.environ.get("ZBKERN_CASES", "400")) // 8
+    found: Any = check_many(count, seed(3) * 8 + part, LIMITS)
+    print(found)
 
 
 @pytest.mark.slow

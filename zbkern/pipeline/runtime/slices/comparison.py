@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.forward_state import evaluation_mode
-from zbkern.pipeline.runtime.slices.carry import Carries
+from zbkern.pipeline.runtime.slices.alike import Alike
+from zbkern.pipeline.runtime.slices.carry import Carries, carries_of
 from zbkern.pipeline.runtime.slices.sliced_batch import cut
 from zbkern.pipeline.runtime.slices.traces import Traces, take_gradients
 from zbkern.pipeline.runtime.slices.undrawn import Undrawn
@@ -45,6 +46,7 @@ class Case(NamedTuple):
     counted: [rows, tokens], those that are no padding; None for all. trains: gradients are compared, too.
     keeps_attributes: modules keep theirs from slice to slice, and else begin each as they are. divides: slices get
     equal shares of inputs that are of no tokens, as of a sum that goes from chunk to chunk, and else each the same.
+    alike: all tokens are chosen alike; passes: and so many, from the first on, pass what they are compared with.
     """
 
     inputs: Any
@@ -56,6 +58,8 @@ class Case(NamedTuple):
     trains: bool = True
     keeps_attributes: bool = False
     divides: bool = False
+    alike: bool = False
+    passes: int | None = None
 
     @property
     def has_sums(self) -> bool:
@@ -99,6 +103,7 @@ class Comparison:
         self._traces = Traces(module, device)
         self._in_parts = self._watches = False
         self._draws = 0  # random numbers: none, those that `Undrawn` knows, or others
+        self.compares = False  # whether the last case that chose tokens alike has compared numbers
         self._bytes = min((each.element_size() for each in module.parameters() if each.is_floating_point()), default=8)
         kinds = {kind.__module__.partition(".")[0] for part in module.modules() for kind in type(part).__mro__}
         self._of_8_bits = bool(kinds & _OF_8_BITS)
@@ -137,6 +142,7 @@ class Comparison:
     def _difference(self, case: Case) -> str | None:
         self._case, self._tokens, self._trains = case, sum(case.lengths), case.trains and torch.is_grad_enabled()
         self._undrawn = Undrawn(per_forward=case.parts is None) if self._draws else None
+        self._alike = Alike(case.passes, self._tokens) if case.alike else None
         self._whole: dict[_Key, Tensor] = {}
         self._usual: dict[_Key, tuple[Tensor, float]] = {}  # of these: the size of each token, and the usual one
         self._gradients: dict[_Key, Tensor] = {}
@@ -155,9 +161,13 @@ class Comparison:
                     raise
                 found = self._run_parts([case.lengths[0], sum(case.lengths[1:])])
             return (
-                self._first_that_differs() or self._other_outputs(whole, found) or self._other_gradients(whole, found)
+                self._first_that_differs()
+                or self._other_limits()
+                or self._other_outputs(whole, found)
+                or self._other_gradients(whole, found)
             )
         finally:  # their hooks have this, and a circle of tensors and hooks is not found by garbage collection
+            self.compares = self._alike is not None and self._alike.compares
             self._returned.clear()
             self._forced.clear()
 
@@ -168,6 +178,8 @@ class Comparison:
                 seen.clear()
             self._traces.restore()
             try:
+                if side.get("carry") is not None:
+                    side = {**side, "carry": carries_of([self._tokens])[0]}  # one of before has noted its calls
                 found = self._run([(0, self._tokens)], [side], None)
                 break
             except Exception as error:
@@ -226,10 +238,13 @@ class Comparison:
             self._calls: Counter[str] = Counter()
             self._running: list[str] = []  # parts, the innermost last
             self._watches = True
+            if self._alike is not None:
+                self._alike.begin(place, tensors_in(inputs), self._running)
             with (
                 torch.set_grad_enabled(self._trains),
                 queue.defer(number),
                 losses.during(number, share),
+                nullcontext() if self._alike is None else self._alike,
                 self._calm(number),
             ):
                 queue._in_slice = in_slices
@@ -345,6 +360,16 @@ class Comparison:
                 return f"{self._named(name)} gives another gradient for what it is given, {_by(error)},"
         return None
 
+    def _other_limits(self) -> str | None:
+        """What tokens are compared with that is another number for a part."""
+        limits = {} if self._alike is None else self._alike.limits
+        expected = limits.get((0, self._tokens), [])
+        for place in self._places:
+            for (name, one), (_, other) in zip(expected, limits.get(place, []), strict=False):
+                if one.shape == other.shape and not (error := _error(other, one, 0.0)) <= self._exact():
+                    return f"{self._named(name)} compares tokens with something else, {_by(error)},"
+        return None
+
     def _other_outputs(self, whole: _Found, found: _Found) -> str | None:
         """Outputs of the module that are not of single tokens: the same in all parts, or sums over them."""
         if self._case.parts is not None:
@@ -436,6 +461,10 @@ class Comparison:
                 return None  # what a checkpoint runs again in a backward
             while self._running and self._running.pop() != name:
                 pass  # parts whose forwards a module has ended by an exception of its own
+            with torch._C.DisableTorchFunction():  # no mode sees what is done here
+                return watched(inputs, output)
+
+        def watched(inputs: Any, output: Any) -> Any:
             call = self._calls[name]
             self._calls[name] += 1
             plain = all(isinstance(each, Tensor) for each in inputs)
@@ -453,6 +482,8 @@ class Comparison:
 
     def _seen(self, key: _Key, leaf: Any) -> Any:
         """Keeps what is returned for the whole, and gives it in the place of what is returned for a part."""
+        if self._alike is not None and not key.is_input:
+            self._alike.note(leaf)
         tensor = leaf if type(leaf) is Tensor else local_part(wait_for(leaf))
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dim() < 2 or not tensor.numel():
             return leaf
@@ -472,6 +503,8 @@ class Comparison:
         if key in self._followed and forced.requires_grad:
             forced.register_hook(partial(self._arrived, key, place))
         self._forced[id(forced)] = forced, forced._version, key
+        if self._alike is not None:
+            self._alike.note(forced)
         return forced
 
     def _kept(self, key: _Key, leaf: Any, tensor: Tensor) -> Any:

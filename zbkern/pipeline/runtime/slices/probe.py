@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -161,9 +162,10 @@ def _difference_of_packs(module: nn.Module, run: Callable[..., Any], call: Call)
 
     def cases(lengths: _Lengths, draw: Draw, told: bool) -> _Cases:
         for each, trains in (lengths.many, False), (lengths.uneven, True):
-            inputs, side = drawn_inputs(call, module, sum(each), draw)
+            inputs, side = drawn_inputs(call, module, sum(each), draw._replace(recurs=trains))
             parts = [of_sequences(call, [length], told) for length in each]
-            yield "", Case(inputs, side, each, [of_sequences(call, each, True)], parts, trains=trains)
+            whole = [of_sequences(call, each, True)]
+            yield "", Case(inputs, side, each, whole, parts, trains=trains, alike=not trains)
 
     if call.total < 2:
         return None
@@ -189,14 +191,31 @@ def _first_difference(
     with comparison.running():
         for what, case in cases:
             try:
-                wrong = comparison.difference(case)
-                if wrong is not None and case.has_sums:
-                    wrong = comparison.difference(case._replace(divides=True))
+                wrong = _difference_of_choices(comparison, case) if case.alike else _difference(comparison, case)
             except Unable as error:
                 return (what, error), None
             if wrong is not None:
                 return None, (what, wrong)
     return None, None
+
+
+def _difference(comparison: Comparison, case: Case) -> str | None:
+    wrong = comparison.difference(case)
+    return comparison.difference(case._replace(divides=True)) if wrong is not None and case.has_sums else wrong
+
+
+def _difference_of_choices(comparison: Comparison, case: Case) -> str | None:
+    """What differs where all tokens are chosen alike, in one way or another; as the data chooses where this fails."""
+    try:
+        wrong = _difference(comparison, case)
+    except Unable:
+        return _difference(comparison, case._replace(alike=False))
+    if not comparison.compares:
+        return wrong
+    for passes in (sum(case.lengths), case.lengths[0], 0):
+        with suppress(Unable):
+            wrong = wrong or _difference(comparison, case._replace(passes=passes))
+    return wrong
 
 
 class _Lengths(NamedTuple):
@@ -266,12 +285,12 @@ def _case_of_slices(
 ) -> Case:
     """counted: what is no padding. sequences: their lengths in a row."""
     count = sum(lengths)
-    inputs, side = drawn_inputs(call, module, count, draw, counted, sequences)
+    inputs, side = drawn_inputs(call, module, count, draw._replace(recurs=trains), counted, sequences)
     side = {**side, **(of_sequences(call, sequences or [count], True) if tells_ends(call.side) else {})}
     # because of what is beside it for all tokens, a module may take a few as the first slice of a sequence
     wholes = {"carry": None}, {"carry": carries_of([count])[0]}
     counted = None if counted is None else counted.to(_device_of(call, module))
-    return Case(inputs, side, lengths, wholes, None, counted, trains, keeps_attributes=trains)
+    return Case(inputs, side, lengths, wholes, None, counted, trains, keeps_attributes=trains, alike=not trains)
 
 
 def _packed(count: int) -> list[int]:

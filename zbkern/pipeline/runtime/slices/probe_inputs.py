@@ -78,10 +78,12 @@ def kind_of(value: Any) -> object:
 
 class Draw(NamedTuple):
     """How inputs are drawn. resampled: floating-point ones from the call's own, for what takes no others. shrinks:
-    other dimensions as long as the sequence are the probe's length, too."""
+    other dimensions as long as the sequence are the probe's length, too. recurs: many tokens are one, as words recur,
+    and more alike than an expert with a capacity takes; else as many differ as can."""
 
     resampled: bool = False
     shrinks: bool = False
+    recurs: bool = True
 
 
 def drawn_inputs(
@@ -113,11 +115,13 @@ def drawn_inputs(
             made = _floating(leaf, shape, generator, draw.resampled)
         else:
             values = _values(leaf, module)
-            some = values[torch.randperm(len(values), generator=generator)[: max(2, count // 2)]]
+            some = values[torch.randperm(len(values), generator=generator)[: max(2, count // (1 + draw.recurs))]]
             steps = torch.randint(1, max(2, len(some)), shape, generator=generator)
+            if not draw.recurs:
+                steps[:, 1:] = 1
             made = some[steps.cumsum(1) % len(some)]  # neighbours differ
-        for half in made.tensor_split(2, 1):
-            half[:, ::2] = half[:1, :1].clone()  # more alike than an expert with a capacity takes
+        for half in made.tensor_split(2, 1) if draw.recurs else ():
+            half[:, ::2] = half[:1, :1].clone()
         return made.to(leaf).requires_grad_(leaf.requires_grad)
 
     inputs, side = pytree.tree_map(drawn, (call.inputs, dict(call.side)))

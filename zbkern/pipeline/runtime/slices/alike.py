@@ -1,0 +1,105 @@
+"""Forwards in which all tokens are chosen alike, so that what a choice may lead to is seen, whatever the data.
+
+Random tokens may never fill an expert's capacity, nor reach a limit that those of a batch reach. Here all choose the
+first experts, and all pass a threshold, or none, or the first ones do. What computes each token by itself still does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_CHOICES = {"argmax", "argmin", "max", "min", "topk"}
+_COMPARISONS = {
+    *("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
+    *("greater", "greater_equal", "less", "less_equal", "not_equal", "bool", "logical_not"),
+}
+# of what tokens before have: what these are compared with is the limit itself
+_SCANS = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
+_MOST = 1_000  # comparisons in a pass: a loop that waits for one never ends
+
+
+class Alike(TorchFunctionMode):
+    """Inside, torch's functions of this thread choose the first of what they choose from. passes: for how many of so
+    many tokens, from the first on, comparisons of numbers that depend on weights or inputs are true; None for those
+    where they are."""
+
+    def __init__(self, passes: int | None, tokens: int) -> None:
+        super().__init__()
+        self._passes, self._are_alike = passes, passes in (0, tokens)
+        self.compares = False  # whether anything was compared
+        # by place: what tokens were compared with that is one number for all of them, and the part that did so
+        self.limits: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+        self._of_data: dict[int, Tensor] = {}  # by identity: these are kept, so that no other has it
+
+    def begin(self, place: tuple[int, int], inputs: list[Tensor], running: list[str]) -> None:
+        """Before a forward of the tokens of this place. running: the names of parts that will be, innermost last."""
+        self._tokens, self._left, self._running = place[1] - place[0], _MOST, running
+        self._noted = self.limits[place] = []
+        self._rows = next((len(leaf) for leaf in inputs if leaf.dim() > 1), 1)
+        self._passing = max(0, (self._passes or 0) - place[0])  # of these
+        self._of_data = {id(leaf): leaf for leaf in inputs if leaf.is_floating_point()}
+
+    def note(self, output: Any) -> None:
+        """What a part has returned depends on data, whatever has computed it."""
+        if self._passes is not None and isinstance(output, Tensor) and output.is_floating_point():
+            self._of_data[id(output)] = output
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        result = func(*args, **kwargs)
+        if name in _CHOICES:
+            _choose_first(name, result, args, kwargs)
+        elif name in _COMPARISONS and self._is_of_tokens(result):
+            self.compares = self.compares or any(isinstance(each, Tensor) and each.is_floating_point() for each in args)
+            if self._passes is not None and self._depends_on_data(args):
+                self._left -= 1
+                if not self._left:
+                    raise RuntimeError("it compares numbers until they are others")
+                self._note_limits(args)
+                return self._passed(result)
+        if self._passes is not None and name not in _SCANS and self._depends_on_data((args, [*kwargs.values()])):
+            for each in result if isinstance(result, tuple | list) else (result,):
+                self.note(each)
+        return result
+
+    def _is_of_tokens(self, result: Any) -> bool:
+        return isinstance(result, Tensor) and any(size and size % self._tokens == 0 for size in result.shape)
+
+    def _note_limits(self, compared: tuple[Any, ...]) -> None:
+        for each in compared:
+            if self._depends_on_data(each) and not isinstance(each, nn.Parameter) and not self._is_of_tokens(each):
+                self._noted.append((self._running[-1], each.detach().clone()))
+
+    def _passed(self, result: Tensor) -> Tensor:
+        if self._are_alike:
+            return torch.full_like(result, self._passing > 0)
+        if result.shape[:2] != (self._rows, self._tokens):
+            return result  # which dimension is that of tokens is not known
+        passed = torch.zeros_like(result)
+        passed[:, : self._passing] = True
+        return passed
+
+    def _depends_on_data(self, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return isinstance(value, nn.Parameter) or id(value) in self._of_data
+        return isinstance(value, tuple | list) and any(map(self._depends_on_data, value))
+
+
+def _choose_first(name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Writes into indices: of the first one, or the first ones."""
+    if not args or not args[0].is_floating_point():
+        return
+    indices = result if name.startswith("arg") else result[1] if isinstance(result, tuple) else None
+    if indices is None or not indices.dim():
+        return
+    indices.zero_()
+    if name == "topk":
+        along = kwargs.get("dim", args[2] if len(args) > 2 else -1)
+        indices.movedim(along, -1).copy_(torch.arange(indices.shape[along], device=indices.device))
