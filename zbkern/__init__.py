@@ -21,7 +21,7 @@ _HOME = {
     "in_flight": "zbkern.wgrad",
     "no_defer": "zbkern.wgrad",
 }
-_MODULES = ("functional", "nn", "pipeline", "testing", "wgrad")
+_MODULES = ("functional", "nn", "pipeline", "testing")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from zbkern import nn as nn
     from zbkern import pipeline as pipeline
     from zbkern import testing as testing
-    from zbkern import wgrad as wgrad
     from zbkern.conversion.convert import convert as convert
     from zbkern.conversion.convert import coverage as coverage
     from zbkern.conversion.convert import restore as restore

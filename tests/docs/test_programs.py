@@ -7,6 +7,7 @@ import functools
 import gc
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ def test_from_layers_to_a_plan() -> None:
     planning, fusing = blocks(DOCS / "schedules.md")
     exec(planning.replace("memory_limit=150", "memory_limit=150, effort=0"), names)
     found = names["found"]
+    assert names["even"].partition == (0, 9, 17, 25)
+    assert found.timeline.cost <= names["even"].timeline.cost * (1 + 1e-9)
     assert len(found.partition) == len(found.schedule.placement)
     assert max(found.timeline.peak_memory) <= 150
     assert found.idle is not None
@@ -80,7 +83,7 @@ def test_the_kernels_of_the_page() -> None:
 
 def test_a_layer_of_ones_own() -> None:
     names: dict[str, Any] = {}
-    exec(blocks(DOCS / "gradients.md")[0], names)
+    exec(block(DOCS / "gradients.md", "class Convolution"), names)
     ours, plain = (kind(3, 4, 3, padding=1, bias=False) for kind in (names["Conv1d"], torch.nn.Conv1d))
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(2, 3, 8)
@@ -100,7 +103,47 @@ def test_w_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "stream", device.on)
     layer = zbkern.nn.Linear(3, 4)
     x = torch.randn(2, 3)
-    exec(blocks(DOCS / "gradients.md")[1], {"torch": torch, "zbkern": zbkern, "loss": layer(x).sum()})
+    exec(
+        block(DOCS / "gradients.md", "stream=torch.cuda.Stream()"),
+        {"torch": torch, "zbkern": zbkern, "loss": layer(x).sum()},
+    )
     device.finish()
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(4, 3))
     gc.collect()  # a queue joins its stream as it goes
+
+
+def test_what_tells_of_a_conversion_and_undoes_it() -> None:
+    class Model(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> Any:
+            return SimpleNamespace(loss=super().forward(x).square().mean())
+
+    model = zbkern.convert(Model(nn.Linear(3, 3), nn.Embedding(2, 3, sparse=True))[:1])
+    sparse = zbkern.convert(nn.Sequential(nn.Embedding(2, 3, sparse=True)))
+    printed: list[Any] = []
+    names = {"zbkern": zbkern, "model": model, "batch": {"x": torch.ones(2, 3)}, "print": printed.append}
+    exec(block(DOCS / "gradients.md", "zbkern.unconverted(model)"), names)
+    unconverted, coverage = printed
+    assert unconverted == {}
+    assert [*zbkern.unconverted(sparse)] == ["0"]
+    assert coverage.share == 1.0
+    assert [type(each) for each in model] == [nn.Linear]
+
+
+def test_layers_and_megatrons_layouts() -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="the page is about transformers 5")
+    names: dict[str, Any] = {"config": transformers.LlamaConfig(num_hidden_layers=28)}
+    exec(block(DOCS / "models.md", "import layers_of"), names)
+    assert names["letters"] == "E" + 28 * "t" + "LL"
+    assert [*names["partition"]] == [0, 8, 15, 22]
+    assert names["layout"] == "Et*7|(t*7|)*2t*7L"
+
+
+def test_a_collective_of_ones_own_lets_w_run() -> None:
+    """With the collective's wait as its last act; the queue is told to run one W in every collective."""
+    waited: list[str] = []
+    work = SimpleNamespace(wait=lambda: waited.append("wait"), is_completed=lambda: True)
+    given = SimpleNamespace(all_to_all_single=lambda received, tokens, async_op: received.copy_(tokens) is None or work)
+    names: dict[str, Any] = {"torch": torch, "dist": given, "zbkern": zbkern}
+    exec(block(DOCS / "overlap.md", "zbkern.in_flight(work.wait"), names)
+    assert names["exchanged"](torch.ones(2)).tolist() == [1, 1]
+    assert waited == ["wait"]
