@@ -54,7 +54,7 @@ def torchs(
     chunks, layers = own_chunks(placement, model)
     make = (torch_pipelining if variant == LAYERS else pipelining).PipelineStage
     stages = [
-        make(zbkern.convert(part) if variant else part, chunk, len(placement), torch.device("cpu"))
+        make(zbkern.convert(part) if variant else part, chunk, len(placement), x.device)
         for chunk, part in chunks.items()
     ]
 

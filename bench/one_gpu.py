@@ -5,8 +5,12 @@ process its share, in a daemon with folders of its own, which changes no setting
 turns, and times mean nothing: each schedule is then timed once. Messages are copies between the processes
 (bench/shared_memory.py), since NCCL refuses two ranks on a GPU. Every schedule's loss and gradients are compared with
 one process first. Beside its step stand the step that is simulated with its costs, and the one that is rehearsed, by
-all processes at once. FOLDER/one_gpu.json is written anew after every schedule. One that fails costs only its own row,
-unless a process has died or waits for ever.
+all processes at once. The last two rows are of one batch of unequal sequences, in as many packs as other rows have
+microbatches, and as `plan_batch` has it. FOLDER/one_gpu.json is written anew after every schedule. One that fails costs
+only its own row, unless a process has died or waits for ever.
+
+torch's own 1F1B runs where torch can send: on a CPU, and on a GPU if NCCL takes several ranks there
+(NCCL_MULTI_RANK_GPU_ENABLE=1, from NCCL 2.30 on).
 
     CUDA_DEVICE_MAX_CONNECTIONS=32 python -m bench.one_gpu --ranks 4 --seconds 200 [--out FOLDER]
     python -m bench.one_gpu --ranks 2 --tiny        # on a CPU: the same program, whose times mean nothing
@@ -18,15 +22,18 @@ import argparse
 import contextlib
 import copy
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,11 +41,12 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 import zbkern
-from bench import report
+from bench import engines, report
 from bench.shared_memory import SharedMemoryTransport
 from bench.virtual_stages import Block
-from zbkern.pipeline import Costs, Pipeline, Schedule, plan, rehearse, schedules, simulate
+from zbkern.pipeline import BatchPlan, Costs, Pipeline, Schedule, plan, plan_batch, rehearse, schedules, simulate
 from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.timeline import Timeline
 from zbkern.reporting import markdown_table
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of a norm: bf16 gradients are rounded at every microbatch
@@ -90,6 +98,33 @@ def candidates(ranks: int, microbatches: int) -> dict[str, Schedule]:
     }
 
 
+class Batch(NamedTuple):
+    """Inputs and targets of microbatches: a tensor of all, or a list where they are not equally long."""
+
+    inputs: Any
+    targets: Any
+
+    def microbatches(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        parts = (each.chunk(count) if isinstance(each, Tensor) else each for each in self)
+        return zip(*parts, strict=True)
+
+
+def unequal_lengths(tokens: int, most: int) -> list[int]:
+    """Of sequences, many short ones and some of up to four times `tokens`, in all as many as that often fit in."""
+    draw, lengths = random.Random(0), list[int]()
+    while sum(lengths) < most * tokens:
+        lengths.append(max(8, round(4 * tokens * draw.random() ** 3) // 8 * 8))
+    return lengths
+
+
+def packed(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The numbers of sequences in each of so many packs: each goes into the shortest, the longest first."""
+    packs: list[list[int]] = [[] for _ in range(min(count, len(lengths)))]
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        min(packs, key=lambda pack: sum(lengths[each] for each in pack)).append(number)
+    return packs
+
+
 class Rank:
     """One process, which has the whole model to compare with."""
 
@@ -98,8 +133,17 @@ class Rank:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = [Block(options.width).to(device, dtype) for _ in range(2 * options.ranks)]
-        rows = options.microbatches, options.tokens, options.width
-        self.x, self.y = (torch.randn(rows, device=device, dtype=dtype) for _ in range(2))
+        self.lengths = unequal_lengths(options.tokens, options.microbatches)
+        shape = options.microbatches, options.tokens, options.width
+        self.batch = Batch(*(torch.randn(shape, device=device, dtype=dtype) for _ in range(2)))
+        self.sequences = [
+            torch.randn(2, 1, length, options.width, device=device, dtype=dtype) for length in self.lengths
+        ]
+
+    def batch_of(self, packs: Sequence[Sequence[int]]) -> Batch:
+        """The unequal sequences, packed."""
+        rows = [torch.cat([self.sequences[number] for number in pack], 2) for pack in packs]
+        return Batch([x for x, _ in rows], [y for _, y in rows])
 
     def chunks(self, schedule: Schedule, rank: int) -> list[nn.Module]:
         each = len(self.model) // len(schedule.placement)
@@ -113,84 +157,121 @@ class Rank:
         for name, schedule in known.items():
             if not self.has_time():
                 return
-            yield self.row(name, schedule, measured)
+            yield self.row(name, partial(self.measure, name, schedule, measured))
+        if self.torch_can_send and self.has_time():
+            yield self.row("torch's 1F1B", self.measure_torch)
         size = self.options.ranks, self.options.microbatches
         for name, of, more in (("plan", "ZB-H1", {}), ("plan in a V", "ZB-V", {"chunks": 2, "placement": "v"})):
             if of not in measured or not self.has_time():
                 continue
-            made: list[Schedule | str] = [""]
-            if dist.get_rank() == 0:
-                try:
-                    made = [plan(measured[of], *size, memory_limit=size[0], effort=1, **more).schedule]
-                except Exception as error:
-                    made = [f"{type(error).__name__}: {error}"]
-            dist.broadcast_object_list(made)
-            (found,) = made
-            yield {"schedule": name, "wrong": found} if isinstance(found, str) else self.row(name, found, measured)
+            found = from_first(partial(plan, measured[of], *size, memory_limit=size[0], effort=1, **more))
+            yield self.row(name, lambda name=name, found=found: self.measure(name, found().schedule, measured))
+        if "1F1B" in measured and "ZB-V" in measured and self.has_time():
+            packs = packed(self.lengths, self.options.microbatches)
+            usual = schedules.one_f_one_b(self.options.ranks, len(packs))
+            yield self.row("unequal, 1F1B", partial(self.measure, "", usual, {}, self.batch_of(packs)))
+        if "ZB-V" in measured and self.has_time():
+            costs = replace(measured["ZB-V"], tokens=self.options.tokens)
+            shortest = max(8, self.options.tokens // 4)  # slices: what a pass takes besides its tokens is not measured
+            planned = from_first(lambda: plan_batch(self.lengths, costs, self.options.ranks, multiple=shortest))
+            yield self.row("unequal, planned", lambda: self.measure_planned(planned()))
 
     def has_time(self) -> bool:
         answer = [self.options.end - time.monotonic() > LAST_SECONDS]
         dist.broadcast_object_list(answer)
         return answer[0]
 
-    def row(self, name: str, schedule: Schedule, measured: dict[str, Costs]) -> dict[str, Any]:
-        """Of a schedule, whose costs are noted; with "wrong" where it has failed on a rank."""
+    def row(self, name: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was measured; with "wrong" where that has failed on a rank."""
         faults: list[str | None] = [None] * dist.get_world_size()
-        row, fault = {"schedule": name}, None
+        row, fault = {}, None
         try:
-            row, measured[name] = self.measure(name, schedule)
+            row = measure()
         except Exception as error:
             fault = f"{type(error).__name__}: {error}"[:300]
         dist.all_gather_object(faults, fault)
         wrong = next(filter(None, faults), None)
-        if wrong is not None:
-            measured.pop(name, None)
-            return {"schedule": name, "wrong": wrong}
+        return {"schedule": name, **(row if wrong is None else {"wrong": wrong})}
+
+    def measure(
+        self, name: str, schedule: Schedule, measured: dict[str, Costs], batch: Batch | None = None
+    ) -> dict[str, Any]:
+        """Of a schedule of the equal microbatches, whose costs are noted, or of another batch."""
+        row, timelines = self.timed(schedule, batch or self.batch)
+        if batch is None:
+            costs = drift.costs(timelines, Costs(activation=1 / schedule.chunks))  # memory: of a rank
+            simulated = simulate(schedule, costs)
+            row |= {"simulated": simulated.cost, "simulated idle": simulated.bubble_rate}
+            measured[name] = costs
         return row
 
-    def measure(self, name: str, schedule: Schedule) -> tuple[dict[str, Any], Costs]:
+    def measure_planned(self, planned: BatchPlan) -> dict[str, Any]:
+        row, _ = self.timed(planned.schedule, self.batch_of(planned.rows))
+        return {**row, "simulated": planned.timeline.cost, "simulated idle": planned.timeline.bubble_rate}
+
+    @property
+    def torch_can_send(self) -> bool:
+        return self.device.type == "cpu" or "nccl" in dist.get_backend_config()
+
+    def measure_torch(self) -> dict[str, Any]:
+        count, plain = self.options.microbatches, copy.deepcopy(self.model)
+        engines.plain_step(plain, *self.batch, count)
+        contestant = engines.torchs("1F1B", self.model, *self.batch, count)
+        contestant.step()
+        pairs = [
+            (f"layer {number}, {key}", ours.grad, other.grad)
+            for number, layer in contestant.layers.items()
+            for (key, ours), other in zip(layer.named_parameters(), plain[number].parameters(), strict=True)
+        ]
+        if wrong := self.difference(pairs):
+            raise AssertionError(wrong)
+        seconds = []
+        for _ in range(WARM_UP + self.options.rounds):
+            self.synchronize()
+            dist.barrier()
+            begin = time.perf_counter()
+            contestant.step()
+            self.synchronize()
+            dist.barrier()
+            seconds.append(time.perf_counter() - begin)
+        return {"step": median(seconds[WARM_UP:])}
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def timed(self, schedule: Schedule, batch: Batch) -> tuple[dict[str, Any], list[Timeline]]:
+        """A row, and the timelines of its steps."""
         rank = dist.get_rank()
         transport = SharedMemoryTransport(None, self.device)
         with (
             contextlib.closing(transport),
             Pipeline(self.chunks(schedule, rank), schedule, LOSS, transport, timeout=60) as pipe,
         ):
-            wrong = pipe.gather(self.wrong(pipe, pipe.step(self.x, self.y)))
+            wrong = pipe.gather(self.wrong(pipe, batch, pipe.step(*batch)))
             if any(wrong):
                 raise AssertionError(next(filter(None, wrong)))
             for _ in range(WARM_UP):
-                pipe.step(self.x, self.y)
+                pipe.step(*batch)
             timelines, hosts = [], []
             for _ in range(self.options.rounds):
                 pipe.gather(None)
                 begin = time.perf_counter()
-                pipe.step(self.x, self.y)
+                pipe.step(*batch)
                 hosts.append(time.perf_counter() - begin)
                 timelines.append(pipe.last.gather_timeline())
             host = max(pipe.gather(median(hosts)))
         rehearsed = rehearse(
-            lambda rank: self.chunks(schedule, rank), schedule, LOSS, self.x, self.y, device=self.device, repeats=3
+            lambda rank: self.chunks(schedule, rank), schedule, LOSS, *batch, device=self.device, repeats=3
         ).timeline.cost
-        memory = Costs(activation=1 / schedule.chunks)  # of a rank
-        costs = drift.costs(timelines, memory)
-        simulated = simulate(schedule, costs)
         middle = sorted(timelines, key=lambda timeline: timeline.cost)[len(timelines) // 2]
-        row = {
-            "schedule": name,
-            "step": middle.cost,
-            "simulated": simulated.cost,
-            "rehearsed": rehearsed,
-            "idle": middle.bubble_rate,
-            "simulated idle": simulated.bubble_rate,
-            "host": host,
-        }
-        return row, costs
+        return {"step": middle.cost, "rehearsed": rehearsed, "idle": middle.bubble_rate, "host": host}, timelines
 
-    def wrong(self, pipe: Pipeline, loss: Tensor | None) -> str:
+    def wrong(self, pipe: Pipeline, batch: Batch, loss: Tensor | None) -> str:
         """Where the step's loss or gradients are not those of one process: "" for nowhere."""
         whole, count = copy.deepcopy(self.model), pipe.schedule.microbatches
         total = 0.0
-        for x, y in zip(self.x.chunk(count), self.y.chunk(count), strict=True):
+        for x, y in batch.microbatches(count):
             part = LOSS(nn.Sequential(*whole)(x), y) / count
             part.backward()
             total += part.item()
@@ -201,19 +282,42 @@ class Rank:
             named = zip(module.named_parameters(), theirs.parameters(), strict=True)
             pairs += [(f"chunk {chunk}, {key}", ours.grad, other.grad) for (key, ours), other in named]
             module.zero_grad()
+        return self.difference(pairs)
+
+    def difference(self, pairs: list[tuple[str, Tensor, Tensor]]) -> str:
         for what, ours, expected in pairs:
             differs = float((ours.float() - expected.float()).norm() / expected.float().norm())
-            if not differs < TOLERANCE[self.x.dtype]:
+            if not differs < TOLERANCE[expected.dtype]:
                 return f"{what}: differs by {differs:.2g} of its norm from one process"
         return ""
+
+
+def from_first(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Gives on all ranks what the first has made; raises there what it has raised."""
+    made: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except Exception as error:
+            made = [RuntimeError(f"{type(error).__name__}: {error}")]
+    dist.broadcast_object_list(made)
+
+    def give() -> Any:
+        if isinstance(made[0], RuntimeError):
+            raise made[0]
+        return made[0]
+
+    return give
 
 
 def run(rank: int, options: argparse.Namespace, port: int, rows: Any) -> None:
     """A process. rows: where rank 0 puts each row as it comes."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    both = device.type == "cuda" and "NCCL_MULTI_RANK_GPU_ENABLE" in os.environ
+    backend = "cpu:gloo,cuda:nccl" if both else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=options.ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         count = torch.cuda.get_device_properties(device).multi_processor_count
@@ -286,16 +390,26 @@ def _rows(options: argparse.Namespace, port: int) -> Iterator[dict[str, Any]]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Milliseconds, and speed over the first row's schedule."""
-    cells = [
-        (
-            row["schedule"],
-            *(f"{1e3 * row[name]:.2f}" for name in ("step", "simulated", "rehearsed", "host")),
-            *(f"{row[name]:.1%}" for name in ("idle", "simulated idle")),
-            *(f"{rows[0][name] / row[name]:.3f}" for name in ("step", "simulated", "rehearsed")),
+    """Milliseconds, and speed over 1F1B with the same batch."""
+    cells = []
+    for row in rows:
+        first = next(
+            each for each in rows if each["schedule"].startswith("unequal") == row["schedule"].startswith("unequal")
         )
-        for row in rows
-    ]
+        cells.append(
+            (
+                row["schedule"],
+                *(
+                    f"{1e3 * row[name]:.2f}" if name in row else ""
+                    for name in ("step", "simulated", "rehearsed", "host")
+                ),
+                *(f"{row[name]:.1%}" if name in row else "" for name in ("idle", "simulated idle")),
+                *(
+                    f"{first[name] / row[name]:.3f}" if name in row and name in first else ""
+                    for name in ("step", "simulated", "rehearsed")
+                ),
+            )
+        )
     speeds = [f"speed over 1F1B{what}" for what in ("", ", simulated", ", rehearsed")]
     return markdown_table(
         ("schedule", "step, ms", "simulated", "rehearsed", "host", "idle", "simulated idle", *speeds), cells

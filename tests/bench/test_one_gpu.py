@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -74,4 +75,5 @@ def test_every_schedule_has_the_gradients_of_one_process() -> None:
     where = {"cwd": Path(__file__).parents[2], "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     done = subprocess.run(command, capture_output=True, text=True, timeout=330, **where)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("simulated idle") == 9  # eight schedules, and the table
+    assert done.stdout.count("simulated idle") == 10  # eight schedules, a planned batch, and the table
+    assert re.search(r"torch's 1F1B: step .*\n(.*\n)+unequal, 1F1B: step .*\nunequal, planned: step", done.stdout)
