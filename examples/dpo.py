@@ -15,9 +15,9 @@ COSTS = pipeline.Costs(2.0, 3.5, 1.0, attention_forward=1.0, attention_backward=
 
 def pair_of(line, tokenizer):
     """Of each answer, behind its prompt, the tokens and those that follow them, -100 where these do not count."""
-    texts = json.loads(line)
+    texts, end = json.loads(line), [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     prompt = tokenizer(texts["prompt"]).input_ids
-    answers = [tokenizer(texts[kind], add_special_tokens=False).input_ids for kind in ("chosen", "rejected")]
+    answers = [tokenizer(texts[kind], add_special_tokens=False).input_ids + end for kind in ("chosen", "rejected")]
     following = [[-100] * (len(prompt) - 1) + answer + [-100] for answer in answers]
     return [torch.tensor(prompt + answer) for answer in answers], [torch.tensor(each) for each in following]
 
