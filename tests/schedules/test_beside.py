@@ -60,9 +60,17 @@ def test_what_cannot_run_beside_each_other_is_refused(ranges: Any, message: str)
         beside(*ranges)
 
 
-def test_copies_and_recomputation_run_alone() -> None:
-    with pytest.raises(ScheduleError, match="0R0: F, B, BW and W run beside others; R, O and L do not"):
+def test_recomputation_is_a_forward_of_its_chunk() -> None:
+    beside((3, 5), line="0F0 0F1 0B1 0R0 0W1 0BW0")
+    with pytest.raises(ScheduleError, match="0R0: a chunk runs one forward and one backward at a time"):
         beside((1, 3), line="0F0 0F1 0R0 0BW0 0BW1")
+    with pytest.raises(ScheduleError, match="0BW0: it needs 0R0"):
+        beside((2, 4), line="0F0 0F1 0R0 0BW0 0BW1")
+
+
+def test_copies_are_no_passes() -> None:
+    with pytest.raises(ScheduleError, match="0L0: O and L are no passes, which run beside others; put them in front"):
+        beside((3, 5), line="0F0 0O0 0F1 0L0 0BW1 0BW0")
 
 
 def test_a_w_runs_beside_passes_of_its_chunk() -> None:

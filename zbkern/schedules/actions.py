@@ -49,7 +49,7 @@ other.
 A schedule is one list of actions per rank. Every rank runs its own in order and waits where an input has not arrived;
 nothing else orders the ranks. `Schedule.validate` proves that such lists can run to their end.
 
-Neighbours in a list may run beside each other (`Schedule.beside`): F, B, BW and W, of other chunks or other
+Neighbours in a list may run beside each other (`Schedule.beside`): F, B, BW, W and R, of other chunks or other
 microbatches. They begin once the inputs of all have arrived, and take turns: each runs until a collective of its own is
 in flight.
 """

@@ -149,21 +149,24 @@ def _check_beside(schedule: ScheduleData) -> None:
                 )
             behind = end
             for index in range(first, end):
-                if row[index].kind in ("R", *COPIES):
-                    _fail(schedule, rank, index, "F, B, BW and W run beside others; R, O and L do not")
+                if row[index].kind in COPIES:
+                    _fail(schedule, rank, index, "O and L are no passes, which run beside others; put them in front")
                 why = next(filter(None, (_apart(row[index], row[other]) for other in range(first, index))), None)
                 if why is not None:
                     _fail(schedule, rank, index, why)
 
 
+_DIRECTION = {"F": "forward", "R": "forward", "B": "backward", "BW": "backward", "W": "none"}
+
+
 def _apart(later: Action, earlier: Action) -> str | None:
     """Why two actions of a rank cannot run beside each other, if so."""
-    kinds = {later.kind, earlier.kind}
+    kinds = {_DIRECTION[later.kind], _DIRECTION[earlier.kind]}
     if later.chunk != earlier.chunk:
         return None
     if later.microbatch == earlier.microbatch:
         return f"it needs {earlier}, which it would run beside"
-    if "W" not in kinds and ("F" not in kinds or len(kinds) == 1):
+    if kinds in ({"forward"}, {"backward"}):
         return f"a chunk runs one forward and one backward at a time; it would run beside {earlier}"
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from bench.overlap_asleep import costs_of, measured, times_of
 from bench.overlap_counted import counted
+from tests.support.schedules import with_actions, with_neighbours_beside
 from zbkern.pipeline import Action, Costs, Schedule, Timeline, plan, schedules, simulate
 from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Event, own_times
@@ -89,6 +91,16 @@ def test_plans_in_little_memory_are_near_compute_alone(
 def test_the_engine_runs_pairs_in_the_time_simulated() -> None:
     pairs, costs = schedules.dualpipe_v(4, 10), costs_of(0.4, 1.0)
     assert as_counted(pairs, costs) == as_simulated(pairs, costs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_engine_runs_recomputation_beside_passes_in_the_time_simulated(seed: int) -> None:
+    rng, costs = random.Random(seed), replace(costs_of(0.4, 1.0), checkpoint=0.1)
+    plain = with_actions(schedules.zb_v(2, 4), lambda action: "recomputed" if action.kind == "F" else None)
+    schedule = with_neighbours_beside(rng, plain)
+    groups = [row[a:b] for row, at in zip(schedule.actions, schedule.beside, strict=True) for a, b in at]
+    assert any(action.kind == "R" for group in groups for action in group)
+    assert as_counted(schedule, costs) == as_simulated(schedule, costs)
 
 
 def as_counted(schedule: Schedule, costs: Costs) -> list[dict[Action, Any]]:

@@ -18,7 +18,7 @@ from zbkern.pipeline.runtime.arguments import Microbatch
 from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.overlap.passes import Passes
+from zbkern.pipeline.runtime.overlap.passes import Passes, own_python_numbers
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
 from zbkern.pipeline.runtime.slices.sequence_loss import put_together
@@ -148,6 +148,7 @@ class Loop:
     def _beside(self, beside: Beside) -> None:
         """Passes that take turns, once all inputs have arrived: a pass that waited for one would hold up the others."""
         handlers = {"F": self._run_forward, "B": self._run_backward, "BW": self._run_backward, "W": self._run_weight}
+        handlers["R"] = self._run_again
         ready = [
             partial(self._take_part, action, handlers[action.kind], self._input(action)) for action in beside.passes
         ]
@@ -170,7 +171,7 @@ class Loop:
             if self._fill == "eager":
                 self._free_memory_for_forward()
             return self._batch[microbatch].inputs if chunk == 0 else self._await("F", action)
-        return None if chunk == self._last or kind == "W" else self._await("B", action)
+        return None if chunk == self._last or kind in ("W", "R") else self._await("B", action)
 
     def _forward(self, action: Action) -> None:
         self._run_forward(action, self._input(action))
@@ -252,6 +253,11 @@ class Loop:
 
     def _run_weight(self, action: Action, _: Any) -> None:
         self._weight(action, in_turns=True)
+
+    def _run_again(self, action: Action, _: Any) -> None:
+        assert self._ledger is not None
+        with own_python_numbers():
+            self._ledger.handlers["R"](action)
 
     # ---- waiting, sending, filling
 

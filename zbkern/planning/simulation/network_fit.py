@@ -63,4 +63,5 @@ def _error(flat: FlatCosts, spans: dict[tuple[Action, ...], tuple[float, int]]) 
 
 def _length(flat: FlatCosts, action: Action) -> float:
     each = flat.of_unit(action.microbatch)
-    return {"F": each.forward, "B": each.backward, "BW": each.fused, "W": each.weight}[action.kind][action.chunk]
+    lengths = {"F": each.forward, "R": each.recompute, "B": each.backward, "BW": each.fused, "W": each.weight}
+    return lengths[action.kind][action.chunk]

@@ -25,6 +25,7 @@ from zbkern.schedules.dependencies import Result, order_of_running, result
 from zbkern.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.schedules.schedule import Schedule
 
+_TAKING = ("F", "R")  # passes that take memory
 _ROUNDING = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 
 
@@ -163,10 +164,10 @@ class _Run:
         self._previous[rank] = None
         times = in_turns([Parts.of(each, self._costs, self._length(rank, each)) for each in passes], start)
         self._events[rank] += [Event(rank, action, *time) for action, time in zip(passes, times, strict=True)]
-        for action in [each for each in passes if each.kind == "F"]:  # which take memory before any other frees some
+        for action in [each for each in passes if each.kind in _TAKING]:  # before any other frees some
             memory.account(action)
         for _, action in sorted(zip(times, passes, strict=True), key=lambda each: each[0][1]):
-            if action.kind != "F":
+            if action.kind not in _TAKING:
                 memory.account(action)
         for action, (_, end) in zip(passes, times, strict=True):
             self._ends[result(action)] = end

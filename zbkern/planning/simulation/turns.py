@@ -32,8 +32,8 @@ class Parts(NamedTuple):
         count = max(1, round(each.collectives[chunk]))
         if kind == "W":
             return cls(length, 0.0, count)
-        passes = {"F": each.forward, "B": each.backward, "BW": each.fused}
-        network = each.network_forward[chunk] if kind == "F" else each.network_backward[chunk]
+        passes = {"F": each.forward, "R": each.forward, "B": each.backward, "BW": each.fused}
+        network = each.network_forward[chunk] if kind in ("F", "R") else each.network_backward[chunk]
         whole = passes[kind][chunk]
         network = min(length, network * length / whole) if whole else 0.0
         return cls(length - network, network, count if network else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import threading
 import time
 from dataclasses import replace
@@ -12,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import zbkern
-from tests.support.chunks import one_rank, results_on_threads
-from tests.support.random_chunks import InFlight
+from tests.support.chunks import assert_same, one_rank, results_on_threads
+from tests.support.random_chunks import InFlight, Noise
 from tests.support.schedules import schedule_of
 from zbkern.pipeline import Pipeline, PipelineError, Schedule, schedules
 from zbkern.pipeline.runtime.overlap.passes import Passes
@@ -186,6 +188,38 @@ def test_w_runs_beside_passes_one_task_at_a_turn() -> None:
     sum(mse(module(x), x) / 3 for x in batch()[0]).backward()
     for mine, parameter in zip(got, module.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("row", ["0R0 1F1", "1F1 0R0", "0R0 1F1 1W0", "0R0 1W0"])
+def test_a_recomputation_runs_beside_passes_and_draws_what_its_forward_drew(row: str) -> None:
+    """Torch's numbers and Python's; what those beside it draw is what they draw after or before it."""
+    passes = row.split()
+    left = " ".join(each for each in ("1F1", "1W0") if each not in passes)
+    line = f"0F0 1F0 1B0 0F1 {row} {left} 0B0 0W0 1B1 1W1 0B1 0W1"
+    plain = schedule_of(line, microbatches=2, placement=[0, 0])
+    groups = Schedule.build(plain.actions, [0, 0], 2, beside=[[(4, 4 + len(passes))]])
+    torch.manual_seed(0)
+    first = [nn.Sequential(Noise(), InFlight(), Noise(), InFlight(), Noise()).double() for _ in range(2)]
+    results = []
+    for schedule in (plain, groups):
+        modules = copy.deepcopy(first)
+        torch.manual_seed(1)
+        random.seed(1)
+        turns = 0
+
+        def count(*_: Any) -> None:
+            nonlocal turns
+            turns += zbkern.wgrad.queue.thread.give_way is not None
+
+        modules[0][1].register_forward_pre_hook(count)
+        xs = [torch.randn(8, WIDTH, dtype=torch.float64) for _ in range(2)]
+        zbkern.convert(nn.ModuleList(modules))
+        with one_rank(modules, schedule, mse) as pipe:
+            losses = [pipe.step(xs, xs) for _ in range(2)]
+        gradients = [p.grad for module in modules for p in module.parameters()]
+        results.append((*losses, gradients, torch.rand(3), random.random()))
+        assert turns == 2 * (schedule is groups)
+    assert_same(*results)
 
 
 def test_collectives_cover_no_w_whose_tensors_are_offloaded() -> None:

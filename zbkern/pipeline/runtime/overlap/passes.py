@@ -6,9 +6,11 @@ alone, never on a clock. Autograd keeps a running backward in its thread, so tha
 
 from __future__ import annotations
 
+import random
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -127,6 +129,34 @@ class Passes:
                 generator.manual_seed(seed)
             states[index] = self._random_now()
         return states
+
+
+class _PythonNumbers:
+    """Gives way with the random numbers of Python as the others have left them, and goes on with its own."""
+
+    def __init__(self, give_way: Callable[[], None]) -> None:
+        self.others, self._give_way = random.getstate(), give_way
+
+    def __call__(self) -> None:
+        own = random.getstate()
+        random.setstate(self.others)
+        self._give_way()
+        self.others = random.getstate()
+        random.setstate(own)
+
+
+@contextmanager
+def own_python_numbers() -> Iterator[None]:
+    """Inside, what a pass draws by Python's `random`, as a forward that runs again, is not what those beside it draw.
+
+    Torch's are each pass's own. For a turn these would take too long.
+    """
+    assert thread.give_way is not None
+    thread.give_way = numbers = _PythonNumbers(thread.give_way)
+    try:
+        yield
+    finally:
+        random.setstate(numbers.others)
 
 
 class _Worker:
