@@ -206,7 +206,7 @@ class Nccl:
         self, network: Network, rank: int, gpu: Gpu, current: Callable[[], Stream], on_call: Callable[[str], None]
     ) -> None:
         self.scheduler, self.gpu, self.current = network.scheduler, gpu, current
-        self._network, self._rank, self._on_call = network, rank, on_call
+        self._network, self.rank, self._on_call = network, rank, on_call
         self._number = network.number("nccl", rank)
         self._pairs: dict[tuple[int, str], collections.deque[Pair]] = collections.defaultdict(collections.deque)
         self._streams: dict[int, tuple[Stream, Stream]] = {}  # by peer: torch's, and NCCL's own
@@ -215,7 +215,7 @@ class Nccl:
         self._connecting: dict[int, list[Task]] = collections.defaultdict(list)
         self._ends: list[Flag] = []
         self._all: list[Pair] = []
-        self.aborted = False
+        self.aborted = self.closed = False
         self.calls = self._spinning = 0
         network.add("nccl", self._number, rank, self)
 
@@ -240,13 +240,13 @@ class Nccl:
     def _connect(self, peer: int) -> None:
         def is_there() -> bool:
             other = self._network.find("nccl", self._number, peer)
-            return other is not None and self._rank in other._begun
+            return other is not None and self.rank in other._begun
 
         if self.gpu.spinning:
             self.gpu.errors.append("connects while a kernel waits for another rank: NCCL waits for the device here")
         self._begun.add(peer)
         if (theirs := self._network.find("nccl", self._number, peer)) is not None:
-            self.scheduler.wake(theirs._connecting[self._rank])
+            self.scheduler.wake(theirs._connecting[self.rank])
         self.scheduler.wait_until(self._connecting[peer], is_there)  # no abort ends it
         self._streams[peer] = self.gpu.stream(), self.gpu.stream()
 
@@ -288,7 +288,7 @@ class Nccl:
         else:
             pair = Pair()
             other = "recv" if kind == "send" else "send"
-            self._network.find("nccl", self._number, peer)._pairs[self._rank, other].append(pair)
+            self._network.find("nccl", self._number, peer)._pairs[self.rank, other].append(pair)
         self._all.append(pair)
         return pair
 
@@ -338,11 +338,14 @@ class Nccl:
     # ---- the end
 
     def shutdown(self) -> None:
+        if self.aborted:
+            self.gpu.errors.append("a communicator was finalised after it was aborted")
+        self.closed = True
         for end in self._ends:
             self.gpu.wait_for(end)
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted = self.closed = True
         while self._spinning:
             self._end_spin()
         for end in self._ends:

@@ -49,6 +49,8 @@ def check(fault: Fault, seed: int) -> None:
             assert cause in each.text, (rank, each)
     if fault.kind not in ("kill", "freeze"):
         assert len({each.goes_on for each in told if each}) == 1, told
+    left = [nccl for nccl in run.communicators if not nccl.closed and told[nccl.rank] is not None]
+    assert not left, "communicators that nobody ended"
     assert not run.errors()
 
 

@@ -208,6 +208,32 @@ def test_every_rank_hears_of_it_and_the_pipeline_goes_on_over_gloo(two_ranks: An
     check_failing_then_working(two_ranks.run(failing_over_gloo, slow_receiver, timeout=60), said, said)
 
 
+def closing_before_all_is_read() -> list[str]:
+    """Names of threads that have not ended long after, where no rank waits for the others."""
+    kept, receive = [], Incoming.receive
+
+    def receive_late(incoming: Incoming) -> Any:
+        time.sleep(0.05 if incoming._peer == 0 else 0)
+        return receive(incoming)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Incoming, "receive", receive_late)
+        patch.setattr(distributed, "close_groups", kept.extend)  # connections stay open, as where others use them
+        patch.setattr(distributed, "_TOGETHER", 0.0)
+        failing_then_working(None, ArithmeticError("wrong"))
+        deadline = time.monotonic() + 20
+        while names := [each.name for each in threading.enumerate() if each.name.startswith("zbkern-")]:
+            if time.monotonic() > deadline:
+                return names
+            time.sleep(0.01)
+    return []
+
+
+@pytest.mark.dist
+def test_threads_end_though_a_rank_closes_before_it_has_read_all(two_ranks: Any) -> None:
+    assert two_ranks.run(closing_before_all_is_read, timeout=60) == [[], []]
+
+
 class Broken(nn.Module):
     def __init__(self, action: Any) -> None:
         super().__init__()

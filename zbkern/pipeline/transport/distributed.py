@@ -48,10 +48,8 @@ from zbkern.pipeline.transport.process_groups import (
     backend_of,
     check_hardware_queues,
     close_groups,
-    finish_receive,
     new_communicator,
     not_profiled,
-    post_receive,
     rendezvous_timeout,
 )
 from zbkern.pipeline.transport.rank_exchange import RankExchange
@@ -64,7 +62,7 @@ _PAUSE = 0.01  # seconds between looks at what has been sent
 _LOOK = 0.02  # seconds between looks at what the GPU waits for
 _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _NOW = timedelta(milliseconds=1)
-_TOGETHER = 5.0  # seconds in which the others close, too
+_TOGETHER = 5.0  # seconds in which the others close, too, or answer a failure, however busy the machine
 _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
 _DRAINED = 2.0  # seconds that a GPU has, after a failure, for messages of calls that are over
 
@@ -277,8 +275,7 @@ class DistributedTransport(Transport):
         if os.getpid() != self._process:
             return
         self._end(FinalMessage("closed", ""))
-        wait = _TOGETHER if self._mailbox.failure is None else 2  # a frozen rank never answers
-        if _ended(self._threads, wait):
+        if _ended(self._threads, _TOGETHER):  # a frozen rank never answers
             self._end_threads.cancel()
         self._receivers = {}  # those that did not end in time have no say in connections opened later
         if not self._aborted:
@@ -425,32 +422,36 @@ class DistributedTransport(Transport):
             self._receive_tree(peer, message, carried)
         return found
 
-    def _receive_tensors(self, peer: int, size: int) -> tuple[Tensor, list[dist.Work]]:
+    def _post_tensors(self, peer: int, size: int) -> tuple[Tensor, list[dist.Work]]:
+        """On a GPU, where they are received while others go on."""
         group = self._up if peer < self.rank else self._down
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         if size == 0:
             return buffer, []
-        if not self._on_cpu:
-            with self._locks[id(group)]:
-                return buffer, [group.recv([buffer], peer, TENSORS)]
-        return buffer, [post_receive(group, buffer, peer, TENSORS)]
+        with self._locks[id(group)]:
+            return buffer, [group.recv([buffer], peer, TENSORS)]
 
     def _receive_from(self, peer: int) -> None:
-        """Thread: files everything `peer` sends until it closes or fails."""
+        """Thread: files everything `peer` sends until it closes or fails. What comes after this rank has closed is
+        read and dropped, since the peer's threads wait until it is.
+        """
         incoming, turn = self._incoming[peer], self._turns[peer]
         try:
             with self._on_stream():  # a receive begins at once, not after the work that is queued on another
                 while True:
                     with turn:
                         message, carried = incoming.receive()
-                        if self._outlived():
-                            return
-                        if isinstance(message, TensorHeader):
+                        outlived = self._outlived()
+                        if isinstance(message, TensorHeader) and not outlived:
                             self._receive_tree(peer, message, carried)
+                        elif isinstance(message, TensorHeader) and self._on_cpu and carried is None:
+                            incoming.receive_tensors(packed_bytes(message.shapes))
                     if isinstance(message, FinalMessage):
                         break
-                    if not isinstance(message, TensorHeader):
+                    if not isinstance(message, TensorHeader) and not outlived:
                         self._hear(peer, message)
+            if outlived:
+                return
             if message.ending == "closed":
                 self._mailbox.closed(peer)
             else:
@@ -476,11 +477,10 @@ class DistributedTransport(Transport):
         """Files a message. carried: the bytes of its tensors, if they came with it."""
         shapes, skeleton = header.shapes, header.skeleton
         works: list[dist.Work] = []
-        if carried is None:
-            carried, works = self._receive_tensors(peer, packed_bytes(shapes))
-        if self._on_cpu:
-            while works:
-                finish_receive(works.pop(0))
+        if carried is None and self._on_cpu:
+            carried = self._incoming[peer].receive_tensors(packed_bytes(shapes))
+        elif carried is None:
+            carried, works = self._post_tensors(peer, packed_bytes(shapes))
         arrived = iter(unpack(carried, shapes))
         tree = next(arrived) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(arrived), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))

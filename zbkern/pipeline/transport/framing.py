@@ -173,6 +173,13 @@ class Incoming:
             self._post(self._rooms.passed(size))
         return message, carried
 
+    def receive_tensors(self, size: int) -> Tensor:
+        """The bytes of a message's tensors, on a CPU, that did not come with it; waits for them."""
+        buffer = _buffer(size)
+        if size:
+            finish_receive(post_receive(self._group, buffer, self._peer, TENSORS))
+        return buffer
+
     def has_tensors(self) -> bool | None:
         """Whether the next message is there, a header that is known and its tensors; None where nothing is there."""
         if not self._posted:
