@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,14 @@ from zbkern.reporting import environment, markdown_table
 def add_out(parser: argparse.ArgumentParser) -> None:
     """--out, without which nothing is written: a quick run must not replace the figures in bench/results."""
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="save the figures there, as JSON")
+
+
+def searched(description: str, models: Iterable[str]) -> argparse.Namespace:
+    """The arguments of a benchmark that plans known models: --effort and --model."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--effort", type=int, default=1)
+    parser.add_argument("--model", nargs="+", choices=[*models], default=[*models])
+    return parser.parse_args()
 
 
 def write_json(name: str, figures: Any, folder: Path | None) -> str:

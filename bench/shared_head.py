@@ -9,10 +9,10 @@ configurations; nothing is measured. Both plans may cut inside blocks.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 
 from bench.models import CASES
+from bench.report import searched
 from zbkern.pipeline import ModelCosts, plan
 from zbkern.reporting import markdown_table
 
@@ -34,10 +34,7 @@ def shared(costs: ModelCosts, blocks: range) -> ModelCosts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--effort", type=int, default=1)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS])
-    arguments = parser.parse_args()
+    arguments = searched(__doc__, MODELS)
     rows = []
     for name in arguments.model:
         case = CASES[name]

@@ -8,10 +8,10 @@ fastest counts: with whole blocks, and with halves.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from bench.report import searched
 from zbkern.pipeline import plan, simulate
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
@@ -28,10 +28,7 @@ CASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--effort", type=int, default=1)
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=[*MODELS])
-    arguments = parser.parse_args()
+    arguments = searched(__doc__, MODELS)
     rows = []
     for name in arguments.model:
         architecture = load_architecture(Path(__file__).parent / "configurations" / f"{name}.json")
