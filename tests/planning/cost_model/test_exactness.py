@@ -37,8 +37,9 @@ def test_it_is_that_of_runs_of_the_same_kind(model: str, gpu: str, job: Job, kin
         return
     runs, rms, least, most = json.loads(TABLE.read_text())["speeds"][kind]["torch"]
     count = f"{runs} published runs" if runs > 1 else "1 published run"
-    spread = f"rms {rms:.0%}, {least:+.0%} to {most:+.0%}" if runs > 1 else f"{least:+.0%}"
-    assert said.startswith(f"group {kind}; software torch: {count} each left out of the fit, {spread}")
+    spread = f"{least:+.0%} to {most:+.0%} (rms {rms:.0%})" if runs > 1 else f"{least:+.0%}"
+    how = "left out of the fit by turns" if runs > 1 else "left out of the fit"
+    assert said.startswith(f"group {kind}; software torch: {count}, {how}, took {spread} longer than computed")
 
 
 def test_runs_are_told_by_their_software_and_by_whether_they_are_fitted() -> None:
@@ -49,8 +50,8 @@ def test_runs_are_told_by_their_software_and_by_whether_they_are_fitted() -> Non
     errors = json.loads(TABLE.read_text())
     (fitted, *_), (unseen, _, least, _) = (errors[table][kind]["nemo-24"] for table in ("speeds", "unseen"))
     assert unseen == 1
-    told = f"{fitted} published runs each left out of the fit, rms "
-    last = f" and 1 published run not fitted, {least:+.0%}"
+    told = f"{fitted} published runs, left out of the fit by turns, took "
+    last = f" and 1 published run, to which nothing is fitted, took {least:+.0%} longer than computed"
     job, h100 = Job(8192, context_parallel=2), load_hardware("h100")
     for gpu, start in (
         (h100, "software torch: no published run checks its speed; "),
@@ -67,4 +68,5 @@ def test_gains_of_the_split_are_checked_where_somebody_measured_them() -> None:
     assert "the gain of B and W apart: rms error 1.6 points in 24 published ones" in told["a100"]
     assert "the gain of B and W apart is not checked on this GPU" in told["h100"]
     measured = replace(load_hardware("h100"), calibration=of_step(2.0, 3.0, "log.json"))
-    assert how_exact(model, measured, job, split=True).startswith("corrected by log.json")
+    said = how_exact(model, measured, job, split=True)
+    assert said.startswith("group h100, dense, up to 8K tokens; software torch; corrected by log.json: F 1.50, ")

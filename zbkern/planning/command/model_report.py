@@ -51,9 +51,9 @@ def figures(question: Question, found: Plan, setting: Setting) -> Iterator[tuple
         "step",
         f"{number(seconds)} s, {rate:,.0f} tokens/s, {each:,.0f} per GPU, {share:.1%} of the peak flops; "
         f"{number(question.beside)} s of it are the optimizer's step and what is not hidden of traffic between "
-        f"pipelines; "
-        f"{how_exact(*setting, split=splits(found.schedule))}",
+        "pipelines",
     )
+    yield "exact", how_exact(*setting, split=splits(found.schedule))
 
 
 def cut(plan: Plan, costs: ModelCosts, which: str = "") -> Iterator[tuple[str, str]]:

@@ -34,9 +34,9 @@ def group(architecture: Architecture, hardware: Hardware, job: Job) -> str:
 
 def how_exact(architecture: Architecture, hardware: Hardware, job: Job, split: bool) -> str:
     """What is known of the error of such speeds, and of what splitting backwards gains; or what corrected them."""
-    if hardware.calibration.source:
-        return hardware.calibration.describe()
     kind, errors = group(architecture, hardware, job), json.loads(TABLE.read_text(encoding="utf-8"))
+    if hardware.calibration.source:
+        return f"group {kind}; software {hardware.software}; {hardware.calibration.describe()}"
     fitted, unseen = (errors[table].get(kind, {}) for table in ("speeds", "unseen"))
     known = fitted.keys() | unseen.keys()
     its = _runs(hardware.software, fitted, unseen) or "no published run checks its speed"
@@ -54,12 +54,13 @@ def how_exact(architecture: Architecture, hardware: Hardware, job: Job, split: b
 
 
 def _runs(ran: str, *tables: Mapping[str, tuple[int, float, float, float]]) -> str:
-    """Of runs by this software how many there are, and the errors of their speed, above 0 where it is too fast."""
+    """Of runs by this software how many there are, and how much longer they took than computed."""
     said = []
-    for table, how in zip(tables, ("each left out of the fit", "not fitted"), strict=True):
+    for table, how in zip(tables, ("left out of the fit by turns", "to which nothing is fitted"), strict=True):
         if ran in table:
             runs, rms, least, most = table[ran]
             count = "1 published run" if runs == 1 else f"{runs} published runs"
-            spread = f"{least:+.0%}" if runs == 1 else f"rms {rms:.0%}, {least:+.0%} to {most:+.0%}"
-            said.append(f"{count} {how}, {spread}")
+            how = how.removesuffix(" by turns") if runs == 1 else how
+            spread = f"{least:+.0%}" if runs == 1 else f"{least:+.0%} to {most:+.0%} (rms {rms:.0%})"
+            said.append(f"{count}, {how}, took {spread} longer than computed")
     return " and ".join(said)
