@@ -93,6 +93,23 @@ def test_the_engine_runs_pairs_in_the_time_simulated() -> None:
     assert as_counted(pairs, costs) == as_simulated(pairs, costs)
 
 
+def test_ranks_that_copy_take_turns_too() -> None:
+    """Copies that take no time change no pass; where a load takes long, its group waits for it."""
+    costs = replace(costs_of(0.4, 1.0), offload_bandwidth=1e12, reload_bandwidth=1e12)
+    line = "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3 0W0 0W1 0W2 0W3"
+    row = [Action.parse(each) for each in line.split()]
+    kept = Schedule.build([row], [0], 4, beside=[[(1, 3), (4, 6)]])
+    row[3:3] = [Action("O", 0, 1), Action("L", 0, 1)]
+    loaded = Schedule.build([row], [0], 4, beside=[[(1, 3), (6, 8)]])
+    assert as_simulated(loaded, costs) == as_simulated(kept, costs)
+    assert simulate(loaded, costs).cost < simulate(replace(loaded, beside=()), costs).cost
+    slow = simulate(loaded, replace(costs, reload_bandwidth=0.1))
+    times = {event.action: event for event in slow.events[0]}
+    (load,) = (copy for copy in slow.copies[0] if copy.action.kind == "L")
+    assert times[Action("B", 0, 1)].start >= load.end
+    assert times[Action("F", 0, 3)].start >= load.end
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_engine_runs_recomputation_beside_passes_in_the_time_simulated(seed: int) -> None:
     rng, costs = random.Random(seed), replace(costs_of(0.4, 1.0), checkpoint=0.1)

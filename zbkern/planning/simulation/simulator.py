@@ -58,7 +58,7 @@ def simulate(
     go in transfers of `copy_size` (`copies.py`). fill="eager" is for schedules without R, O and L.
 
     Where costs have network time, passes beside each other (`Schedule.beside`) take turns, and their events overlap.
-    Without, with fill="eager", and on ranks that copy, they run one after the other.
+    Without, and with fill="eager", they run one after the other. Copies lengthen such a pass as if it ran by itself.
 
     Raises ScheduleError when the schedule is not valid, TypeError or ValueError for other arguments.
     """
@@ -100,9 +100,7 @@ class _Run:
         self._previous: list[Action | None] = [None] * len(self._rows)
         self._eager: list[deque[Action]] = []  # the pending W of every rank, oldest first; empty where W are planned
         self._free = [0.0] * len(self._rows)  # when each rank has run what it was given
-        self._beside: list[Ranges] = []
-        if schedule.beside and costs.has_network:
-            self._beside = [() if rank in self._copies else each for rank, each in enumerate(schedule.beside)]
+        self._beside: Sequence[Ranges] = schedule.beside if costs.has_network else ()
         self._groups = {  # of each that runs beside others: all of them for the first, none for the others
             action: tuple(row[first:end]) if action == row[first] else ()
             for row, ranges in zip(schedule.actions, self._beside, strict=False)
@@ -111,7 +109,7 @@ class _Run:
         }
 
     def fill_eagerly(self, limits: Sequence[float]) -> None:
-        self._beside, self._groups = [], {}
+        self._beside, self._groups = (), {}
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
         slack = _ROUNDING * max(limits)
         self._eager, self._limits = [deque() for _ in limits], [limit + slack for limit in limits]
@@ -161,8 +159,13 @@ class _Run:
         if not passes:
             return
         memory, start = self._memory[rank], max(self._free[rank], *map(self._arrived, passes))
-        self._previous[rank] = None
+        self._previous[rank], copies = None, self._copies.get(rank)
+        if copies is not None:
+            start = max(copies.start(action, start) for action in passes)
         times = in_turns([Parts.of(each, self._costs, self._length(rank, each)) for each in passes], start)
+        if copies is not None:
+            ends = [copies.run(each, start, end - start) for each, (start, end) in zip(passes, times, strict=True)]
+            times = [(start, end) for (start, _), end in zip(times, ends, strict=True)]
         self._events[rank] += [Event(rank, action, *time) for action, time in zip(passes, times, strict=True)]
         for action in [each for each in passes if each.kind in _TAKING]:  # before any other frees some
             memory.account(action)
