@@ -226,8 +226,8 @@ class Nccl:
         if self.aborted:
             raise RuntimeError("NCCL communicator was aborted")
         connects = peer not in self._streams
-        if any(self._inside) or (connects and self._inside):
-            self.gpu.errors.append("a call beside one that connects: ProcessGroupNCCL changes what both read")
+        if self._inside:
+            self.gpu.errors.append("two calls at once: ProcessGroupNCCL changes what both read where one connects")
         self._inside.append(connects)
         try:
             if connects:

@@ -22,6 +22,7 @@ from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.distributed import DistributedTransport
 
 VEE = Case((schedules.zb_v(4, 8),))
+LOOP = Case((schedules.interleaved(3, 6),))
 TENSORS = Case((schedules.zb_h1(3, 6),), dtypes=(torch.int16, torch.complex64))
 
 
@@ -80,6 +81,15 @@ def without_locks() -> Iterator[None]:
         yield
 
 
+def connect_in_an_order_of_its_own(self: DistributedTransport, pairs: Any) -> None:
+    own = {self.rank, (self.rank + 1) % self.size}
+    for pair in sorted({(min(pair), max(pair)) for pair in pairs}, key=lambda pair: {*pair} != own):
+        _connect(self, [pair])
+
+
+_connect = DistributedTransport.connect
+
+
 def as_it_is(tensors: list[Tensor]) -> Tensor | None:
     """A message of one tensor, in its own dtype."""
     return tensors[-1].detach().contiguous() if tensors else None
@@ -96,6 +106,10 @@ SAFEGUARDS: dict[str, tuple[AbstractContextManager[Any], Callable[[], str]]] = {
     "pairs are connected first": (
         replaced("connect", lambda self, pairs: None),
         lambda: found_in_training(VEE),
+    ),
+    "all ranks connect in one order": (
+        replaced("connect", connect_in_an_order_of_its_own),
+        lambda: found_in_training(LOOP, seeds=1),
     ),
     "one call at a time": (without_locks(), lambda: found_in_training(VEE)),
     "a stream waits for what it reads": (
