@@ -13,7 +13,7 @@ from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, sc
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.planner import native
 from zbkern.planning.planner.beside import best_beside
-from zbkern.planning.planner.bounds import lanes_bound
+from zbkern.planning.planner.lane_bounds import lanes_bound
 from zbkern.planning.planner.problem import DoesNotFit, problem_of
 from zbkern.planning.simulation.turns import Parts, in_turns
 

@@ -19,7 +19,7 @@ from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, flat_costs, k
 from zbkern.planning.costs.memory import Limit, exceeds
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import events_of
-from zbkern.planning.planner.bounds import batch_bound
+from zbkern.planning.planner.lane_bounds import batch_bound
 from zbkern.planning.planner.plan import Plan
 from zbkern.planning.planner.problem import Rows, actions_of
 from zbkern.planning.planner.published import published_orders

@@ -14,9 +14,10 @@ from zbkern.planning.costs.memory import Limit, exceeds
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import timeline_of
 from zbkern.planning.planner.beside import best_beside
-from zbkern.planning.planner.bounds import cost_bound, lanes_bound
+from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
 from zbkern.planning.planner.incumbents import ROUNDING
+from zbkern.planning.planner.lane_bounds import lanes_bound
 from zbkern.planning.planner.model_search import Candidates
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
 from zbkern.planning.planner.portfolio import SETTINGS
