@@ -9,9 +9,12 @@ import pytest
 
 from tests.support.batches import check_complete, costs_of, lengths_of, placements
 from zbkern.pipeline import Costs, ScheduleError, plan_batch, simulate
-from zbkern.planning.costs.flat import flat_costs
+from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.planner import native
 from zbkern.planning.planner.batch import BatchPlan
+from zbkern.planning.planner.lane_bounds import batch_bound
+from zbkern.planning.simulation import drift
+from zbkern.planning.simulation.timeline import rescaled
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the planner's search is not compiled")
 
@@ -112,3 +115,23 @@ def test_passes_of_a_chunk_in_fully_shard_are_apart() -> None:
     assert alike(free)
     assert apart.schedule.beside
     assert not alike(apart)
+
+
+def test_the_bound_is_the_longer_of_compute_and_network() -> None:
+    """By hand, of sequences of half and of twice the length: 2.5 in tokens, 4.25 in pairs of them."""
+    costs = Costs(5.0, 4.0, 1.0, network_forward=3.0, network_backward=[1.0, 3.5], attention_forward=1.0, tokens=100)
+    flat = FlatCosts.of(costs, (0, 1))
+    forward, backward = 4.0 * 2.5 + 1.0 * 4.25, 5.0 * 2.5
+    assert batch_bound(flat, [0.5, 2.0], beside=False) == pytest.approx(forward + backward)
+    assert batch_bound(flat, [0.5, 2.0], beside=True) == pytest.approx(forward + backward - (3.0 + 1.0) * 2.5)
+    costs = replace(costs, network_backward=3.5, attention_forward=0.0, network_forward=4.5)
+    assert batch_bound(FlatCosts.of(costs, (0, 1)), [0.5, 2.0], beside=True) == pytest.approx((4.5 + 3.5) * 2.5)
+
+
+def test_a_step_of_packs_beside_each_other_is_held_against_its_plan() -> None:
+    costs = Costs(2, 4, 1, network_forward=1, network_backward=1.5, attention_forward=0.5, tokens=1024, time_unit="ms")
+    plan = plan_batch([50] * 24, replace(costs, overhead=0.2), 2)
+    assert plan.schedule.beside
+    assert max(map(len, plan.rows)) > 1
+    found = drift.compare(rescaled(plan.timeline, 1.25e-3, "s"), drift.in_seconds(plan.costs), plan.timeline)
+    assert "+25.0%" in found.to_text()
