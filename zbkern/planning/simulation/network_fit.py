@@ -55,13 +55,6 @@ def _spans(timelines: Sequence[Timeline]) -> dict[tuple[Action, ...], tuple[floa
 def _error(flat: FlatCosts, spans: dict[tuple[Action, ...], tuple[float, int]]) -> float:
     error = 0.0
     for group, (took, count) in spans.items():
-        lengths = [_length(flat, action) for action in group]
-        parts = [Parts.of(action, flat, length) for action, length in zip(group, lengths, strict=True)]
-        error += count * (max(end for _, end in in_turns(parts, 0.0)) - took) ** 2
+        passes = in_turns([Parts.of(action, flat) for action in group], 0.0)
+        error += count * (max(end for _, end in passes) - took) ** 2
     return error
-
-
-def _length(flat: FlatCosts, action: Action) -> float:
-    each = flat.of_unit(action.microbatch)
-    lengths = {"F": each.forward, "R": each.recompute, "B": each.backward, "BW": each.fused, "W": each.weight}
-    return lengths[action.kind][action.chunk]

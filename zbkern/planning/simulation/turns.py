@@ -25,16 +25,17 @@ class Parts(NamedTuple):
     collectives: int
 
     @classmethod
-    def of(cls, action: Action, costs: FlatCosts, length: float) -> Parts:
-        """length: of the pass in turn, which is what costs say, or so times a factor."""
+    def of(cls, action: Action, costs: FlatCosts, length: float | None = None) -> Parts:
+        """length: of the pass in turn, which is what costs say, or so times a factor; None for the former."""
         kind, chunk, unit = action
         each = costs.of_unit(unit)
         count = max(1, round(each.collectives[chunk]))
+        passes = {"F": each.forward, "R": each.recompute, "B": each.backward, "BW": each.fused, "W": each.weight}
+        length = passes[kind][chunk] if length is None else length
         if kind == "W":
             return cls(length, 0.0, count)
-        passes = {"F": each.forward, "R": each.forward, "B": each.backward, "BW": each.fused}
         network = each.network_forward[chunk] if kind in ("F", "R") else each.network_backward[chunk]
-        whole = passes[kind][chunk]
+        whole = passes["F" if kind == "R" else kind][chunk]
         network = min(length, network * length / whole) if whole else 0.0
         return cls(length - network, network, count if network else 0)
 
