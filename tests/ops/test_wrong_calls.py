@@ -227,7 +227,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("S.interleaved(2, 4, chunks='2')", TypeError, "interleaved: chunks must be an int; got str '2'"),
     ("Schedule.from_csv('nonsense')", ScheduleError, "from_csv: expected an action of torch.distributed.pipelining"),
     ("Schedule.build([[Action('F', 0, 0)]], [0], 1).validate()", ScheduleError, "Schedule custom: rank 0: 0B0 is"),
-    ("Action.parse('nonsense')", ScheduleError, "Action.parse: expected chunk, kind and microbatch such as '0F3'"),
+    ("Action.parse('nonsense')", ScheduleError, "Action.parse: expected chunk, kind and unit such as '0F3'"),
     # costs, simulation, drawing
     ("Costs(forward=-1)", ValueError, "Costs: forward must be from 0 to 1e+100, in whatever unit makes it so; got -1"),
     ("Costs(forward='1')", TypeError, "Costs: forward must be a number or one number per chunk; got str '1'"),

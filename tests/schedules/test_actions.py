@@ -24,16 +24,16 @@ def test_importing_the_package_loads_no_torch() -> None:
 @given(
     kind=st.sampled_from(["F", "B", "W", "BW"]),
     chunk=st.integers(0, 10**6),
-    microbatch=st.integers(0, 10**6),
+    unit=st.integers(0, 10**6),
 )
-def test_action_text_round_trip(kind: str, chunk: int, microbatch: int) -> None:
-    action = Action(kind, chunk, microbatch)
+def test_action_text_round_trip(kind: str, chunk: int, unit: int) -> None:
+    action = Action(kind, chunk, unit)
     assert Action.parse(str(action)) == action
 
 
 @pytest.mark.parametrize("text", ["", "F0", "0F", "0X1", "0W1:0/2", "0 F1", "-1F0", "0I3", 3])
 def test_action_parse_refuses_other_text(text: str) -> None:
-    with pytest.raises(ScheduleError, match=r"Action\.parse: expected chunk, kind and microbatch"):
+    with pytest.raises(ScheduleError, match=r"Action\.parse: expected chunk, kind and unit"):
         Action.parse(text)
 
 
@@ -67,7 +67,7 @@ def test_torch_letters_are_not_ours() -> None:
         ("0F0,0B0\n2F0,2B0", "chunks must be numbered from 0 without gaps"),
         ("0F0,0I0,0W0:0/2", "expected an action of torch.distributed.pipelining"),
         ("0F0,0B0,0F999999999999", "0F1 is missing"),
-        (f"0F{'9' * 5000},0B0", "Action.parse: expected chunk, kind and microbatch"),
+        (f"0F{'9' * 5000},0B0", "Action.parse: expected chunk, kind and unit"),
         ("", "must be at least 1"),
     ],
 )

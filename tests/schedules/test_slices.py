@@ -50,7 +50,7 @@ def test_the_idle_time_is_that_of_as_many_microbatches(name: str) -> None:
 )
 def test_another_order_of_slices_is_refused(order: str, error: str) -> None:
     row = [Action.parse(f"0{cell}") for cell in order.split()]
-    count = 1 + max(action.microbatch for action in row)
+    count = 1 + max(action.unit for action in row)
     with pytest.raises(ScheduleError, match=error):
         Schedule.build([row], [0], -(-count // 2), "mine", slices=(1, 1))
 

@@ -29,7 +29,7 @@ def with_actions(schedule: Schedule, choose: Callable[[Action], str | None]) -> 
         found: list[Action] = []
         saved: dict[tuple[int, int], str] = {}
         for action in row:
-            key = action.chunk, action.microbatch
+            key = action.chunk, action.unit
             how = saved.pop(key, None)
             if how is not None:
                 found.append(Action("L" if how == "copied" else "R", *key))
@@ -45,7 +45,7 @@ def with_actions(schedule: Schedule, choose: Callable[[Action], str | None]) -> 
 
 
 def saved_in_turn(*how: str | None) -> Callable[[Action], str | None]:
-    return lambda action: how[action.microbatch % len(how)] if action.kind == "F" else None
+    return lambda action: how[action.unit % len(how)] if action.kind == "F" else None
 
 
 def all_forwards_first(own_slices: list[tuple[int, ...]], placement: tuple[int, ...], split: bool) -> Schedule:

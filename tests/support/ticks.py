@@ -48,10 +48,10 @@ class Ticks:
             self.memory[rank] -= activation - (held if action.kind == "B" else 0)
             self.peak[rank] = max(self.peak[rank], self.memory[rank])
         if action.kind == "B" and self.eager:
-            self.pending[rank].append(Action("W", action.chunk, action.microbatch))
+            self.pending[rank].append(Action("W", action.chunk, action.unit))
         to = action.chunk + (1 if action.kind == "F" else -1)
         if 0 <= to < len(self.schedule.placement):
-            message = ("F" if action.kind == "F" else "B", to, action.microbatch)
+            message = ("F" if action.kind == "F" else "B", to, action.unit)
             peer = self.schedule.placement[to]
             time = self.costs.communication[min(to, action.chunk)] if peer != rank else 0
             self.flying.append((clock + int(time), message))
@@ -81,7 +81,7 @@ class Ticks:
         self.log[rank].append((action, clock, clock + length))
 
     def must_fill(self, rank: int, action: Action) -> bool:
-        arrived = ("F" if action.kind == "F" else "B", action.chunk, action.microbatch) in self.there
+        arrived = ("F" if action.kind == "F" else "B", action.chunk, action.unit) in self.there
         full = action.kind == "F" and self.memory[rank] + self.costs.activation[action.chunk] > self.limit
         return not arrived or (full and bool(self.pending[rank]))
 

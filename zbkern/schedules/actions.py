@@ -79,25 +79,25 @@ def check_count(what: str, count: object, least: int = 1, error: type[ValueError
 
 
 class Action(NamedTuple):
-    """One pass of one microbatch through one chunk.
+    """One pass of one unit, a microbatch or a slice of one, through one chunk.
 
     kind: one of `KINDS`, as the top of this module says. chunk: the part of the model, numbered from 0 in model order
-    over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. microbatch: numbered from 0
-    in each step; in a schedule with slices the number of a unit, and `Schedule.units` says which slice of which
-    microbatch that is.
+    over the whole pipeline; `Schedule.placement[chunk]` is the only rank that may run it. unit: numbered from 0 in
+    each step: a microbatch's number where they have no slices; `Schedule.units` says which slice of which microbatch it
+    is.
 
-    >>> str(Action("B", chunk=2, microbatch=7))
+    >>> str(Action("B", chunk=2, unit=7))
     '2B7'
     >>> Action.parse("2W7")
-    Action(kind='W', chunk=2, microbatch=7)
+    Action(kind='W', chunk=2, unit=7)
     """
 
     kind: str
     chunk: int
-    microbatch: int
+    unit: int
 
     def __str__(self) -> str:
-        return f"{self.chunk}{self.kind}{self.microbatch}"
+        return f"{self.chunk}{self.kind}{self.unit}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -105,10 +105,10 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text.strip()) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
-                f"Action.parse: expected chunk, kind and microbatch such as '0F3' or '2BW7'; got {text!r:.60}"
+                f"Action.parse: expected chunk, kind and unit such as '0F3' or '2BW7'; got {text!r:.60}"
             )
-        chunk, kind, microbatch = match.groups()
-        return cls(kind, int(chunk), int(microbatch))
+        chunk, kind, unit = match.groups()
+        return cls(kind, int(chunk), int(unit))
 
 
 class Beside(NamedTuple):

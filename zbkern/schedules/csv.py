@@ -39,7 +39,7 @@ def read(text: str) -> ScheduleData:
     header = {key.strip(): value.strip() for key, _, value in comments}
     read_rows = [_row(line) for line in lines if line[:1] != "#"]
     rows, beside = tuple(row for row, _ in read_rows), tuple(ranges for _, ranges in read_rows)
-    units = 1 + max((action.microbatch for row in rows for action in row), default=-1)
+    units = 1 + max((action.unit for row in rows for action in row), default=-1)
     slices, comma, own = header.get("slices", "1").partition(",")
     cut = tuple(_slices(part) for part in (slices, *(own.split(",") if own else ())))
     same, own_slices = ((1,), cut) if comma else (cut[0], ())

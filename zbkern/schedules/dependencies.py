@@ -1,6 +1,6 @@
 """Who needs whose result: F the F of the chunk before, B and BW the B of the chunk behind, the others of no chunk's.
 
-A result is named (kind, chunk, microbatch), with kind "F" or "B"; "B" stands for a BW, too.
+A result is named (kind, chunk, unit), with kind "F" or "B"; "B" stands for a BW, too.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _GIVING = ("F", "B", "BW")  # what other chunks wait for, and what waits for the
 
 def result(action: Action) -> Result | None:
     """What `action` makes for other chunks; None for all but F, B and BW."""
-    kind, chunk, microbatch = action
-    return ("F" if kind == "F" else "B", chunk, microbatch) if kind in _GIVING else None
+    kind, chunk, unit = action
+    return ("F" if kind == "F" else "B", chunk, unit) if kind in _GIVING else None
 
 
 def producer(action: Action, chunks: int) -> Result | None:
@@ -25,10 +25,10 @@ def producer(action: Action, chunks: int) -> Result | None:
 
     chunks: of the whole pipeline.
     """
-    kind, chunk, microbatch = action
+    kind, chunk, unit = action
     if kind == "F":
-        return ("F", chunk - 1, microbatch) if chunk > 0 else None
-    return ("B", chunk + 1, microbatch) if kind in _GIVING and chunk < chunks - 1 else None
+        return ("F", chunk - 1, unit) if chunk > 0 else None
+    return ("B", chunk + 1, unit) if kind in _GIVING and chunk < chunks - 1 else None
 
 
 def order_of_running(

@@ -39,29 +39,29 @@ def merge_neighbours(actions: Sequence[Action]) -> Iterable[tuple[Action, ...]]:
 
 
 def fused(actions: Iterable[Action]) -> set[tuple[int, int]]:
-    """(chunk, microbatch) of every backward whose W does not wait."""
+    """(chunk, unit) of every backward whose W does not wait."""
     return {action[1:] for action in actions if action.kind == "BW"}
 
 
 def recomputed(actions: Iterable[Action]) -> set[tuple[int, int]]:
-    """(chunk, microbatch) of every R: what F keeps no activations of."""
-    return {(action.chunk, action.microbatch) for action in actions if action.kind == "R"}
+    """(chunk, unit) of every R: what F keeps no activations of."""
+    return {(action.chunk, action.unit) for action in actions if action.kind == "R"}
 
 
 def offloaded_after(actions: Iterable[Action]) -> set[tuple[str, int, int]]:
-    """(kind, chunk, microbatch) of the passes that leave what an O moves: F, or B where the O stands after it."""
+    """(kind, chunk, unit) of the passes that leave what an O moves: F, or B where the O stands after it."""
     begun: set[tuple[int, int]] = set()
     passes: set[tuple[str, int, int]] = set()
-    for kind, chunk, microbatch in actions:
+    for kind, chunk, unit in actions:
         if kind == "B":
-            begun.add((chunk, microbatch))
+            begun.add((chunk, unit))
         elif kind == "O":
-            passes.add(("B" if (chunk, microbatch) in begun else "F", chunk, microbatch))
+            passes.add(("B" if (chunk, unit) in begun else "F", chunk, unit))
     return passes
 
 
 def streamed(actions: Sequence[Action]) -> set[tuple[int, int]]:
-    """(chunk, microbatch) of every F whose O follows it directly: its activations leave while it runs."""
+    """(chunk, unit) of every F whose O follows it directly: its activations leave while it runs."""
     pairs = pairwise(actions)
     return {before[1:] for before, after in pairs if (before.kind, *after) == ("F", "O", *before[1:])}
 
@@ -85,5 +85,5 @@ def peak_microbatches(actions: Sequence[Action]) -> int:
 
 def forwards(chunks: Iterable[int], microbatches: int) -> list[Action]:
     """All forwards of these chunks by distance from the first input: an order in which every rank can reach its own."""
-    actions = [Action("F", chunk, microbatch) for chunk in chunks for microbatch in range(microbatches)]
-    return sorted(actions, key=lambda action: (action.chunk + action.microbatch, action.chunk))
+    actions = [Action("F", chunk, unit) for chunk in chunks for unit in range(microbatches)]
+    return sorted(actions, key=lambda action: (action.chunk + action.unit, action.chunk))

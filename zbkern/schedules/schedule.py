@@ -140,4 +140,4 @@ class Schedule(ScheduleData):
 
 
 def _numbers(action: Action) -> tuple[int, int]:
-    return KINDS.index(action.kind), action.chunk << 32 | action.microbatch
+    return KINDS.index(action.kind), action.chunk << 32 | action.unit

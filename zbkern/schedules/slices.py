@@ -68,8 +68,8 @@ def late_backwards(row: Iterable[Action], microbatches: int, slices: int) -> lis
     placed = []
     for action in row:
         if action.kind == "F":
-            if action.microbatch < microbatches:
+            if action.unit < microbatches:
                 placed.append(action)
-        elif action.microbatch >= more:
-            placed.append(action._replace(microbatch=order[action.microbatch - more]))
+        elif action.unit >= more:
+            placed.append(action._replace(unit=order[action.unit - more]))
     return placed

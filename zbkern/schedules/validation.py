@@ -164,7 +164,7 @@ def _apart(later: Action, earlier: Action) -> str | None:
     kinds = {_DIRECTION[later.kind], _DIRECTION[earlier.kind]}
     if later.chunk != earlier.chunk:
         return None
-    if later.microbatch == earlier.microbatch:
+    if later.unit == earlier.unit:
         return f"it needs {earlier}, which it would run beside"
     if kinds in ({"forward"}, {"backward"}):
         return f"a chunk runs one forward and one backward at a time; it would run beside {earlier}"

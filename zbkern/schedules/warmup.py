@@ -24,9 +24,9 @@ def speculative_forwards(schedule: Schedule) -> list[int]:
         if schedule.placement[chunk] != rank or chunk == len(schedule.placement) - 1:
             break
         alone = next((first for first, end in schedule.beside_of(rank)), None)
-        for kind, other, microbatch in schedule.actions[rank][:alone]:
-            if kind != "F" or other != chunk or (chunk > 0 and (chunk - 1, microbatch) not in done):
+        for kind, other, unit in schedule.actions[rank][:alone]:
+            if kind != "F" or other != chunk or (chunk > 0 and (chunk - 1, unit) not in done):
                 break
-            done.add((chunk, microbatch))
+            done.add((chunk, unit))
             position[rank] += 1
     return position

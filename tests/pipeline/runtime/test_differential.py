@@ -408,7 +408,7 @@ def losses_of(
     order = [(chunk, sequence) for sequence in range(count) for chunk in range(len(chunks))]
     if not case.sliced:
         ran = [action for _, action in order_of_running(step.schedule.actions, len(chunks))]
-        order = [(action.chunk, action.microbatch) for action in ran if action.kind == "F"]
+        order = [(action.chunk, action.unit) for action in ran if action.kind == "F"]
     for chunk, sequence in order:
         given = values[chunk - 1, sequence] if chunk else inputs[sequence]
         keywords = step.batch[sequence][2]

@@ -28,7 +28,7 @@ def test_the_page_has_every_event_its_number_and_what_its_rank_holds() -> None:
     said = [box[0].text or "" for box in picture(page).iter(f"{SVG}rect") if box.get("class") == "action"]
     events = [event for timeline in timelines for row in timeline.events for event in row]
     numbers = [each.text for each in picture(page).iter(f"{SVG}text") if "number" in each.get("class", "")]
-    assert numbers == [str(event.action.microbatch) for event in events]
+    assert numbers == [str(event.action.unit) for event in events]
     for text, event in zip(said, events, strict=True):
         assert text.startswith(f"{event.action} on rank {event.rank}: {event.start:g} to {event.end:g}, memory held ")
     assert max(float(text.rpartition(" ")[2]) for text in said) == max(timelines[0].peak_memory)

@@ -263,7 +263,7 @@ def joined(
         nearest = min(known, key=lambda chunk: (abs(chunk - action.chunk), -chunk))
         length = lengths.get(action, lengths.get(action._replace(chunk=nearest), 0.0))
         length /= speeds[rank] if speeds else 1.0
-        _, arrived = arrival(action, ends, travel(action.microbatch), schedule.placement)
+        _, arrived = arrival(action, ends, travel(action.unit), schedule.placement)
         receiving, sending = _handling(action, schedule.placement, handling)
         start = max(free[rank] + receiving, arrived)  # a rank that waits handles the message on its way
         events[rank].append(Event(rank, action, start, start + length))
@@ -278,7 +278,7 @@ def _handling(action: Action, placement: Sequence[int], handling: OverEdges) -> 
     taken, sent = edges if action.kind == "F" else reversed(edges)
     if result(action) is None:
         return 0.0, 0.0
-    seconds = handling(action.microbatch)
+    seconds = handling(action.unit)
 
     def over(edge: int) -> float:
         crosses = 0 <= edge < len(placement) - 1 and placement[edge] != placement[edge + 1]

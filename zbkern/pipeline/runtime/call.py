@@ -255,7 +255,7 @@ class Calls:
     def _where(self, error: BaseException) -> tuple[str, str]:
         """What the message of an error says before and after its own text."""
         action, loop = self.transport.action, self.loop
-        unit = loop.schedule.units[action.microbatch] if isinstance(action, Action) else None
+        unit = loop.schedule.units[action.unit] if isinstance(action, Action) else None
         slice_of = f" ({unit})" if unit is not None and unit.slices > 1 else ""
         hint = oom_hint(error, loop.max_in_flight, loop.in_flight, loop.queue, loop.recorder.device)
         return f"action {action}{slice_of}", hint or input_of(

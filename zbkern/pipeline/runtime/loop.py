@@ -245,7 +245,7 @@ class Loop:
             self.stages[chunk].warn_of_fused_backward()
         if self._fill == "eager":
             return
-        microbatches = [action.microbatch for action in actions]
+        microbatches = [action.unit for action in actions]
         self.stages[chunk].prepare(*microbatches)
         start = self.recorder.now()
         self.stages[chunk].weight(*microbatches, in_turns=in_turns)
@@ -262,7 +262,7 @@ class Loop:
     # ---- waiting, sending, filling
 
     def _await(self, kind: str, action: Action) -> Any:
-        tag = Tag(self.step, kind, action.chunk, action.microbatch)
+        tag = Tag(self.step, kind, action.chunk, action.unit)
         if self._fill == "eager":
             while self.queue.pending() and not self._ready(tag):
                 self._run_oldest()
@@ -278,7 +278,7 @@ class Loop:
         """Returns once an F, which runs alone, has its input, or the message with the tag `instead` is there."""
         assert isinstance(action, Action)
         if action.chunk > 0:
-            tag = Tag(self.step, "F", action.chunk, action.microbatch)
+            tag = Tag(self.step, "F", action.chunk, action.unit)
             self.transport.wait_for(self._sender(action), tag, self._timeout, instead)
 
     def _ready(self, tag: Tag) -> bool:

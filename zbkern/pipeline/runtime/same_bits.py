@@ -22,7 +22,7 @@ def check_order(call: str, schedule: Schedule) -> None:
     for rank, row in enumerate(schedule.actions):
         for kinds, order in ((("F",), forwards), (("B", "BW"), backwards), (("W", "BW"), backwards)):
             for chunk in schedule.chunks_of(rank):
-                found = [action.microbatch for action in row if action.chunk == chunk and action.kind in kinds]
+                found = [action.unit for action in row if action.chunk == chunk and action.kind in kinds]
                 if found != order:
                     wrong = next(number for number, right in zip(found, order, strict=True) if number != right)
                     raise ScheduleError(

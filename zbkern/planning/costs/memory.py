@@ -36,12 +36,12 @@ class Memory:
             )
 
     def account(self, action: Action) -> None:
-        kind, chunk, microbatch = action
-        key, costs = (chunk, microbatch), self._costs.of_unit(microbatch)
+        kind, chunk, unit = action
+        key, costs = (chunk, unit), self._costs.of_unit(unit)
         activation, held, kept = costs.activation[chunk], costs.held[chunk], costs.activation[chunk]
         if key in self._recomputed and costs.checkpoint is not None:
             kept = min(activation, costs.checkpoint[chunk])
-        self.now += self._costs.carried_change(kind, chunk, microbatch)
+        self.now += self._costs.carried_change(kind, chunk, unit)
         if kind == "F":
             self.now += costs.streamed[chunk] if key in self._streamed else kept
         elif kind == "R":
@@ -60,10 +60,10 @@ class Memory:
             self.now -= held
         self.peak = max(self.peak, self.now)
 
-    def copied(self, chunk: int, microbatch: int) -> float:
-        """What an O or L of this microbatch moves now: its activations, or after B what its W needs."""
-        costs = self._costs.of_unit(microbatch)
-        return costs.held[chunk] if (chunk, microbatch) in self._waiting else costs.activation[chunk]
+    def copied(self, chunk: int, unit: int) -> float:
+        """What an O or L of this unit moves now: its activations, or after B what its W needs."""
+        costs = self._costs.of_unit(unit)
+        return costs.held[chunk] if (chunk, unit) in self._waiting else costs.activation[chunk]
 
 
 def exceeds(peak: float, limit: float | None) -> bool:

@@ -72,10 +72,10 @@ def _causes(
     copies = bool(timeline.copies and timeline.copies[rank])
 
     def arrival_of(event: Event) -> tuple[float, float]:
-        return arrival(event.action, ends, costs.of_unit(event.action.microbatch).communication, schedule.placement)
+        return arrival(event.action, ends, costs.of_unit(event.action.unit).communication, schedule.placement)
 
     def taken_by(event: Event) -> float:
-        return costs.of_unit(event.action.microbatch).activation[event.action.chunk]
+        return costs.of_unit(event.action.unit).activation[event.action.chunk]
 
     kinds = [event.action.kind for event in row]
     first_backward = next((index for index, kind in enumerate(kinds) if kind in ("B", "BW")), len(kinds))

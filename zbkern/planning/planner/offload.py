@@ -109,7 +109,7 @@ class _Held:
     """
 
     chunk: int
-    microbatch: int
+    unit: int
     begin: int
     end: int
     size: float
@@ -183,8 +183,8 @@ class _Row:
 
     def _streams(self, index: int, ending: _Held | None) -> bool:
         """Whether the action is an F that is offloaded while it runs, for which there is room then."""
-        kind, chunk, microbatch = self._actions[index]
-        costs = self._flat.of_unit(microbatch)
+        kind, chunk, unit = self._actions[index]
+        costs = self._flat.of_unit(unit)
         activation, streamed = costs.activation[chunk], costs.streamed[chunk]
         if kind != "F" or not self._preference.offload or streamed == activation:
             return False
@@ -204,7 +204,7 @@ class _Row:
             self._recomputed.discard(ending)
             if not self._free_memory(index, ending.size - ending.kept, ending):
                 return False
-            self._found.append(Action("R", ending.chunk, ending.microbatch))
+            self._found.append(Action("R", ending.chunk, ending.unit))
             self._now += ending.size - ending.kept
         now = self._times[index][0]
         for held in sorted(self._away, key=lambda held: held.end):
@@ -217,7 +217,7 @@ class _Row:
                     return False
                 continue
             self._away.remove(held)
-            self._found.append(Action("L", held.chunk, held.microbatch))
+            self._found.append(Action("L", held.chunk, held.unit))
             self._now += held.size
             self._here[held] = None
         return True
@@ -250,7 +250,7 @@ class _Row:
         held.given_up = True
         del self._here[held]
         if copied:
-            self._found.append(Action("O", held.chunk, held.microbatch))
+            self._found.append(Action("O", held.chunk, held.unit))
             self._away.append(held)
             self._now -= held.size
         else:
@@ -266,7 +266,7 @@ class _Row:
         for held in self._here:
             if held is spared or held.given_up or held in taken or held.end <= index:
                 continue
-            if self._within_merged(held.end) and self._flat.of_unit(held.microbatch).merge_saving[held.chunk] > 0:
+            if self._within_merged(held.end) and self._flat.of_unit(held.unit).merge_saving[held.chunk] > 0:
                 continue
             prefers = self._times[held.begin][1] if self._preference.oldest else -self._times[held.end][0]
             if self._preference.offload:
@@ -277,7 +277,7 @@ class _Row:
             if self._preference.recompute and held.kept < held.size:
                 before = self._times[held.end - 1][1] if held.end else 0.0
                 idle = self._times[held.end][0] - before
-                waits = max(0.0, self._flat.of_unit(held.microbatch).recompute[held.chunk] - idle)
+                waits = max(0.0, self._flat.of_unit(held.unit).recompute[held.chunk] - idle)
                 options.append((waits, prefers, False, held, lane))
         return min(options, key=lambda option: option[:2], default=None)
 
@@ -296,16 +296,16 @@ def _spans(actions: Sequence[Action], costs: FlatCosts) -> tuple[dict[int, _Held
     begun: dict[int, _Held] = {}
     ended: dict[int, _Held] = {}
     held: dict[tuple[int, int], _Held] = {}
-    for index, (kind, chunk, microbatch) in enumerate(actions):
-        key, flat = (chunk, microbatch), costs.of_unit(microbatch)
+    for index, (kind, chunk, unit) in enumerate(actions):
+        key, flat = (chunk, unit), costs.of_unit(unit)
         if kind in ("B", "BW", "W") and key in held:
             held[key].end = index
             ended[index] = held.pop(key)
         if kind == "F":
             kept = math.inf if flat.checkpoint is None else min(flat.checkpoint[chunk], flat.activation[chunk])
-            begun[index] = held[key] = _Held(chunk, microbatch, index, index, flat.activation[chunk], kept)
+            begun[index] = held[key] = _Held(chunk, unit, index, index, flat.activation[chunk], kept)
         elif kind == "B":
-            begun[index] = held[key] = _Held(chunk, microbatch, index, index, flat.held[chunk], math.inf)
+            begun[index] = held[key] = _Held(chunk, unit, index, index, flat.held[chunk], math.inf)
     return begun, ended
 
 

@@ -19,7 +19,7 @@ from zbkern.planning.simulation.timeline import Event
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import offloaded_after, streamed
 
-_Key = tuple[int, int]  # chunk, microbatch
+_Key = tuple[int, int]  # chunk, unit
 _ENDS_LOAD = ("B", "BW", "W")  # what needs what a load brings
 
 
@@ -57,7 +57,7 @@ class Copies:
 
     def run(self, action: Action, start: float, length: float) -> float:
         """When a pass ends that takes `length` without copies beside it; the copy out of what it leaves begins."""
-        end, key = self._beside(start, length), (action.chunk, action.microbatch)
+        end, key = self._beside(start, length), (action.chunk, action.unit)
         if action.kind in _ENDS_LOAD and key in self._back:
             _, last = self._back.pop(key)
             needed = self._flat.of_unit(key[1]).held if action.kind == "W" else self._flat.of_unit(key[1]).activation
@@ -70,7 +70,7 @@ class Copies:
 
     def reach(self, action: Action, time: float, amount: float) -> None:
         """The rank is at an O or L at `time`. amount: the memory to copy back."""
-        key = action.chunk, action.microbatch
+        key = action.chunk, action.unit
         time = max(time, self._held_up)
         if action.kind == "O":
             self._held_up = max(time, self._out[key])

@@ -110,9 +110,9 @@ def _lengths(timelines: Sequence[Timeline]) -> dict[tuple[str, int, int], list[f
     }
     for timeline in timelines:
         for action, length in _passes(timeline).items():
-            kind, chunk, microbatch = action
+            kind, chunk, unit = action
             found = beside if action in grouped else alone
-            found[kind, chunk, microbatch % len(schedule.slices)].append(length)
+            found[kind, chunk, unit % len(schedule.slices)].append(length)
     return {**beside, **alone}
 
 
@@ -151,7 +151,7 @@ def _bandwidth(timelines: Sequence[Timeline], kind: str, memory: Costs) -> float
     for row in schedule.actions if copies else ():
         held = Memory(flat_costs(memory, schedule))
         for action in row:
-            moved += held.copied(action.chunk, action.microbatch) if action.kind == kind else 0.0
+            moved += held.copied(action.chunk, action.unit) if action.kind == kind else 0.0
             held.account(action)
     given = memory.offload_bandwidth if kind == "O" else memory.reload_bandwidth
     return moved * len(timelines) / spent if moved > 0 and spent > 0 else given
@@ -291,7 +291,7 @@ class Drift:
         flat = flat_costs(self.costs, schedule)
         for behind, event in zip(accumulate((e.end for e in mine), max), mine[1:], strict=False):
             gap = max(0.0, event.start - behind)
-            travel = flat.of_unit(event.action.microbatch).communication
+            travel = flat.of_unit(event.action.unit).communication
             _, arrived = arrival(event.action, ends, travel, schedule.placement)
             waited = min(gap, max(0.0, arrived - behind))
             late, host = late + waited, host + gap - waited
@@ -301,7 +301,7 @@ class Drift:
 
 
 def _passes(timeline: Timeline) -> dict[tuple[str, int, int], float]:
-    """(kind, chunk, microbatch) -> how long its events took together; of passes beside each other, their shares."""
+    """(kind, chunk, unit) -> how long its events took together; of passes beside each other, their shares."""
     found: dict[tuple[str, int, int], float] = defaultdict(float)
     for row in timeline.events:
         for event, length in zip(row, own_times(row), strict=True):

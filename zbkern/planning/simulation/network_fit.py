@@ -46,7 +46,7 @@ def _spans(timelines: Sequence[Timeline]) -> dict[tuple[Action, ...], tuple[floa
             events = {event.action: event for event in row}
             for first, end in schedule.beside_of(rank):
                 group = [events[action] for action in schedule.actions[rank][first:end] if action in events]
-                alike = tuple(each.action._replace(microbatch=each.action.microbatch % count) for each in group)
+                alike = tuple(each.action._replace(unit=each.action.unit % count) for each in group)
                 if group:
                     found[alike].append(ended(group) - min(each.start for each in group))
     return {group: (statistics.median(each), len(each)) for group, each in found.items()}

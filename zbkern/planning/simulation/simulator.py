@@ -137,7 +137,7 @@ class _Run:
         if copies is None:
             end = start + self._length(rank, action)
         elif action.kind in COPIES:
-            copies.reach(action, start, memory.copied(action.chunk, action.microbatch))
+            copies.reach(action, start, memory.copied(action.chunk, action.unit))
             memory.account(action)
             self._previous[rank] = action
             return
@@ -152,7 +152,7 @@ class _Run:
             self._eager[rank].append(action._replace(kind="W"))
 
     def _arrived(self, action: Action) -> float:
-        travel = self._costs.of_unit(action.microbatch).communication
+        travel = self._costs.of_unit(action.unit).communication
         return arrival(action, self._ends, travel, self._schedule.placement)[1]
 
     def _take_turns(self, rank: int, passes: Sequence[Action]) -> None:
@@ -177,20 +177,20 @@ class _Run:
             self._free[rank] = max(self._free[rank], end)
 
     def _length(self, rank: int, action: Action) -> float:
-        kind, chunk, microbatch = action
+        kind, chunk, unit = action
         length = self._durations[action]
         before = self._previous[rank]
         follows = before is not None and before.kind == "W" and before.chunk == chunk
         if kind == "W" and follows and not self._eager:
-            return max(0.0, length - self._costs.of_unit(microbatch).merge_saving[chunk])
+            return max(0.0, length - self._costs.of_unit(unit).merge_saving[chunk])
         return length
 
     def _fill(self, rank: int, pending: deque[Action], action: Action, arrived: float) -> None:
         """Runs pending W: as many as must free their memory for an F to fit, then until the input arrives."""
         memory = self._memory[rank]
-        kind, chunk, microbatch = action
-        carried = self._costs.carried_change(kind, chunk, microbatch)
-        taken = self._costs.of_unit(microbatch).activation[chunk] + carried
+        kind, chunk, unit = action
+        carried = self._costs.carried_change(kind, chunk, unit)
+        taken = self._costs.of_unit(unit).activation[chunk] + carried
         limit = self._limits[rank] - taken if action.kind == "F" else float("inf")
         while pending and (memory.now > limit or self._free[rank] < arrived):
             self._execute(rank, pending.popleft())
@@ -204,12 +204,12 @@ def _durations(schedule: Schedule, costs: FlatCosts, jitter: float, seed: int) -
 
     by_slice = [{"F": each.forward, "B": each.backward, "W": each.weight, "BW": each.fused} for each in costs.by_place]
     durations = {}
-    for microbatch in range(len(schedule.units)):
-        lengths = by_slice[microbatch % len(by_slice)]
+    for unit in range(len(schedule.units)):
+        lengths = by_slice[unit % len(by_slice)]
         for chunk in range(len(schedule.placement)):
             for kind, cost in lengths.items():
-                durations[kind, chunk, microbatch] = cost[chunk] * factor()
+                durations[kind, chunk, unit] = cost[chunk] * factor()
     for row in schedule.actions:  # drawn after the others, whose sample a recomputation must not change
-        for chunk, microbatch in sorted(recomputed(row)):
-            durations["R", chunk, microbatch] = costs.of_unit(microbatch).recompute[chunk] * factor()
+        for chunk, unit in sorted(recomputed(row)):
+            durations["R", chunk, unit] = costs.of_unit(unit).recompute[chunk] * factor()
     return durations

@@ -124,7 +124,7 @@ def test_every_step_runs_the_schedule_that_it_measures(monkeypatch: pytest.Monke
     def noted(last: LastStep) -> Timeline:
         timeline = gather(last)
         actions = [event.action for row in timeline.events for event in row]
-        found.add((frozenset(action.kind for action in actions), 1 + max(action.microbatch for action in actions)))
+        found.add((frozenset(action.kind for action in actions), 1 + max(action.unit for action in actions)))
         return timeline
 
     monkeypatch.setattr(LastStep, "gather_timeline", noted)

@@ -29,7 +29,7 @@ from zbkern.schedules.program import offloaded_after, recomputed, streamed
 from zbkern.wgrad import WGradTask
 from zbkern.wgrad.queue import AT_ONCE
 
-Key = tuple[int, int]  # chunk, microbatch
+Key = tuple[int, int]  # chunk, unit
 
 
 class Ledger:
