@@ -65,21 +65,33 @@ def check(name: str) -> None:
     count = len(layers_of(model))
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    tokens, mask, labels = batch()
-    (targets,) = token_targets(labels, 1)
-    wanted = copy.deepcopy(model)
-    expected = token_loss(wanted(input_ids=tokens, attention_mask=mask, use_cache=False).logits, targets)
-    expected.backward()
+    wanted, expected = whole(model)
     numbers = numbers_of(layer.name for layer in layers_of(model, halves=True))
     inside = [number for number in numbers if number % 1]
     assert bool(inside) != (name in WHOLE)
     compare(model, wanted, expected, ([0, 1], [0, 1, count // 2, count - 1], [0, *inside[:1], *inside[1:][-2:]]))
 
 
-def compare(model: nn.Module, wanted: nn.Module, expected: Tensor, partitions: Iterable[Sequence[float]]) -> None:
-    """The loss and gradients of chunks with those of the whole model."""
+def whole(model: nn.Module) -> tuple[nn.Module, Tensor]:
+    """A copy of the model with its gradients, and its loss."""
+    tokens, mask, labels = batch()
+    (targets,) = token_targets(labels, 1)
+    wanted = copy.deepcopy(model)
+    expected = token_loss(wanted(input_ids=tokens, attention_mask=mask, use_cache=False).logits, targets)
+    expected.backward()
+    return wanted, expected
+
+
+def compare(
+    model: nn.Module,
+    wanted: nn.Module,
+    expected: Tensor,
+    partitions: Iterable[Sequence[float]],
+    as_side: bool = False,
+) -> None:
+    """The loss and gradients of chunks with those of the whole model. as_side: all chunks get token ids."""
     for partition in partitions:
-        loss, gradients = through_ranks(model, partition)
+        loss, gradients = through_ranks(model, partition, as_side)
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
         parameters = dict(wanted.named_parameters(remove_duplicate=False))
         assert gradients.keys() == parameters.keys()
@@ -100,6 +112,29 @@ def test_usual(name: str) -> None:
 def test_family(name: str) -> None:
     with at_most(120):
         check(name)
+
+
+# ---- families of which part of what REFUSED says can be had
+
+
+@pytest.mark.slow
+def test_deepseek_v4_with_token_ids_in_every_chunk() -> None:
+    """Its routers read them: as a side input its blocks can be in any chunks."""
+    model = of_four_blocks("deepseek_v4")
+    model.set_experts_implementation("eager")
+    compare(model, *whole(model), ([0, 1], [0, 3], [0, 2, 3, 4]), as_side=True)
+
+
+@pytest.mark.slow
+def test_gemma4_without_embeddings_for_every_layer() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = transformers.Gemma4TextConfig(
+        **sizes, vocab_size=61, num_key_value_heads=2, head_dim=8, layer_types=kinds, hidden_size_per_layer_input=0
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma4ForCausalLM(config).float().train()
+    compare(model, *whole(model), ([0, 1], [0, 3], [0, 1, 3, 5]))
 
 
 # ---- with the load-balancing loss of routers, of every family that has the one of zbkern.pipeline.models.router_losses

@@ -142,10 +142,16 @@ def of_four_blocks(name: str) -> nn.Module:
     return make().float().train()
 
 
-def through_ranks(model: nn.Module, partition: Sequence[float]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Loss and gradients by name, of a step on as many ranks with the batch of small_models.py."""
+def through_ranks(
+    model: nn.Module, partition: Sequence[float], as_side: bool = False
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients by name, of a step on as many ranks with the batch of small_models.py.
+
+    as_side: every chunk gets the token ids.
+    """
     tokens, mask, labels = batch()
     schedule, targets = schedules.one_f_one_b(len(partition), 1), token_targets(labels, 1)
     given = {"input_ids": tokens, "attention_mask": mask}
-    losses, chunks = step_and_evaluate(model, schedule, partition, token_loss, given, targets)
+    arguments = (None, targets, given) if as_side else (given, targets)
+    losses, chunks = step_and_evaluate(model, schedule, partition, token_loss, *arguments)
     return losses[0], gradients_of(chunks)
