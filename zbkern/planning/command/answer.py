@@ -12,7 +12,7 @@ from zbkern.planning.command.published import published_timelines
 from zbkern.planning.command.question import Question, WrongArgument
 from zbkern.planning.command.remedies import halves, in_slices, savings, why_not
 from zbkern.planning.planner import Plan, PlanOptions
-from zbkern.planning.planner.plan import best_plan, judged
+from zbkern.planning.planner.plan import best_plan
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
@@ -103,7 +103,7 @@ def answer(question: Question, progress: Callable[[str], None] = lambda line: No
 def search(question: Question, progress: Callable[[str], None] = lambda line: None) -> Plan:
     """The best plan, or that of the schedule that is named. Raises ScheduleError where nothing fits."""
     request = replace(question.request, memory_limit=question.limit, options=PlanOptions(progress=progress))
-    return best_plan(request) if question.schedule is None else judged(request, question.named)
+    return best_plan(request)
 
 
 def _fitting(ways: Mapping[str, Question]) -> dict[str, Plan]:

@@ -113,6 +113,7 @@ class Question:
             recompute=self.recompute,
             slices=self.slices,
             options=PlanOptions(),
+            schedule=self.schedule,
         )
 
     @property

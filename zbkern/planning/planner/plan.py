@@ -25,6 +25,7 @@ from zbkern.planning.planner.problem import problem_of, schedule_of, serial_orde
 from zbkern.planning.planner.published import MANY, generators_of
 from zbkern.planning.planner.request import Placement, PlanOptions, PlanRequest, Slices
 from zbkern.planning.planner.search import choose, search_all
+from zbkern.planning.simulation import comparison
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError
@@ -172,7 +173,9 @@ def plan(
 
 
 def best_plan(request: PlanRequest) -> Plan:
-    """What `plan` returns for these arguments."""
+    """What `plan` returns for these arguments, or the published schedule that is named."""
+    if request.schedule is not None:
+        return _judged(request)
     native.check(request.function)
     limits = request.limits
     if not (request.offload or request.recompute) or limits is None:
@@ -298,11 +301,14 @@ def _ordered(request: PlanRequest) -> Plan:
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
 
 
-def judged(request: PlanRequest, schedule: Schedule) -> Plan:
-    """A published schedule, with `Costs` of its chunks, beside the lower bound for any order of them within the limit.
-    Raises ScheduleError where it does not fit."""
+def _judged(request: PlanRequest) -> Plan:
+    """The schedule that is named, with `Costs` of its chunks, beside the lower bound for any order of them within the
+    limit. Raises ScheduleError where it does not fit."""
     costs, limits, objective = request.costs, request.limits, request.options.objective
     assert isinstance(costs, Costs)
+    assert request.schedule is not None
+    assert not isinstance(request.slices, str)
+    schedule = comparison.build(request.schedule, request.stages, request.microbatches, request.chunks, request.slices)
     timeline, unit = simulate(schedule, costs), costs.memory_unit
     for peak, most in sorted(zip(timeline.peak_memory, limits or [], strict=False), reverse=True):
         if exceeds(peak, most):

@@ -132,6 +132,7 @@ class PlanRequest(Request):
     slices: Slices
     options: PlanOptions
     ahead: tuple[float, ...] = ()
+    schedule: str | None = None  # a published one, for which there is no search
 
     by_chunks: ClassVar[tuple[str, str, str]] = ("linear", "v", "zigzag")
 
