@@ -19,7 +19,7 @@ from zbkern.pipeline.transport.tensors import local_part
 from zbkern.wgrad.fsdp import groups_of
 
 _OF_FRAMEWORKS = {"main_grad", "grad_added_to_main_grad", "overwrite_main_grad"}
-_OF_MODULES = {*vars(nn.Module())}
+OF_MODULES = {*vars(nn.Module())}
 _COUNTS = (int, float, complex, str, bytes, tuple, type(None))  # what a closure may count in
 
 
@@ -34,10 +34,10 @@ class Traces:
         limited = [part for part in module.modules() if getattr(part, "max_norm", None) is not None]
         self._weights = [(weight, weight.detach().clone()) for part in limited for weight in part.parameters()]
         self._attributes = [
-            (entries, dict(entries)) for entries in map(vars, _with_attributes(module)) if entries.keys() - _OF_MODULES
+            (entries, dict(entries)) for entries in map(vars, _with_attributes(module)) if entries.keys() - OF_MODULES
         ]
         self._cells = [(cell, cell.cell_contents) for cell in _cells(module) if _is_kept(cell)]
-        values = [value for _, before in self._attributes for name, value in before.items() if name not in _OF_MODULES]
+        values = [value for _, before in self._attributes for name, value in before.items() if name not in OF_MODULES]
         self._containers = _copies([*values, *(content for _, content in self._cells)])
 
     def restore(self) -> None:
@@ -50,9 +50,9 @@ class Traces:
 
     def restore_attributes(self) -> None:
         for entries, before in self._attributes:
-            for name in entries.keys() - before.keys() - _OF_MODULES:
+            for name in entries.keys() - before.keys() - OF_MODULES:
                 del entries[name]
-            entries.update({name: value for name, value in before.items() if name not in _OF_MODULES})
+            entries.update({name: value for name, value in before.items() if name not in OF_MODULES})
         for cell, content in self._cells:
             cell.cell_contents = content
         for container, content in self._containers:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbkern.pipeline.runtime.slices.traces import hooks_of
+from zbkern.pipeline.runtime.slices.traces import OF_MODULES, hooks_of
 
 _MOVES = 3  # so many values of a number are told apart: one that counts steps has another in each
 
@@ -51,6 +51,8 @@ class Traits:
             if buffer is not None and not nn.parameter.is_lazy(buffer) and not buffer.is_inference():
                 yield name, self._value((number, name), buffer._version)
         for name, value in vars(part).items():
+            if name in OF_MODULES:
+                continue
             if isinstance(value, _PLAIN):
                 yield name, self._value((number, name), value)
             elif _is_object(value) and id(value) not in known:
