@@ -7,10 +7,9 @@ that came for it: rounding does not add up from part to part, and the part that 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
@@ -24,6 +23,15 @@ from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.forward_state import evaluation_mode
 from zbkern.pipeline.runtime.slices.alike import Alike
 from zbkern.pipeline.runtime.slices.carry import Carries, carries_of
+from zbkern.pipeline.runtime.slices.differences import (
+    are_close,
+    by_how_much,
+    error_of,
+    largest,
+    median,
+    relative_error,
+    sizes_of,
+)
 from zbkern.pipeline.runtime.slices.sliced_batch import cut
 from zbkern.pipeline.runtime.slices.traces import Traces, take_gradients
 from zbkern.pipeline.runtime.slices.undrawn import Undrawn
@@ -33,7 +41,6 @@ from zbkern.wgrad import WGradQueue
 from zbkern.wgrad.queue import thread
 
 _EXACT, _EXACT_TF32, _EXACT_16_BITS, _EXACT_8_BITS = 1e-3, 5e-3, 3e-2, 0.25  # relative
-_ROUNDINGS = 16  # of a gradient of the usual size: what of it may be left where a gradient is zero
 _OTHERS = 2
 _OF_8_BITS = {"torchao", "transformer_engine"}
 _stance = threading.Lock()  # torch has one for all threads
@@ -329,7 +336,7 @@ class Comparison:
                 given = [whole[:, slice(*place)] for place in self._placed(len(parts))]
             else:
                 one = torch.randn(first.shape, generator=generator).to(first)
-                shared = len(parts) > 1 and all(part.shape == first.shape and _are_close(part, first) for part in parts)
+                shared = len(parts) > 1 and all(part.shape == first.shape and are_close(part, first) for part in parts)
                 given = [one if part.shape == one.shape else None for part in parts]
                 given = [*[None] * (len(parts) - 1), given[-1]] if shared else given
             for each, cotangent in zip(found, given, strict=True):
@@ -350,14 +357,14 @@ class Comparison:
                 # its inputs are something else, so that it is not the one: that was computed around it
                 before = any(other[:2] == key[:2] and other.is_input for other, _ in wrong)
                 name = self._around(key.part) if before else key.part
-                return f"{self._named(name)} computes something else, {_by(error)},"
-        sizes = {key: float(_largest(gradient)) for key, gradient in self._gradients.items()}
-        usual = _median(sizes.values())
+                return f"{self._named(name)} computes something else, {by_how_much(error)},"
+        sizes = {key: float(largest(gradient)) for key, gradient in self._gradients.items()}
+        usual = median(sizes.values())
         for key, off in self._off:
-            if not (error := _relative(off, sizes[key], usual)) <= exact:
+            if not (error := relative_error(off, sizes[key], usual)) <= exact:
                 taker = self._takers.get(key)
                 name = self._around(key.part) if taker is None else taker
-                return f"{self._named(name)} gives another gradient for what it is given, {_by(error)},"
+                return f"{self._named(name)} gives another gradient for what it is given, {by_how_much(error)},"
         return None
 
     def _other_limits(self) -> str | None:
@@ -366,8 +373,8 @@ class Comparison:
         expected = limits.get((0, self._tokens), [])
         for place in self._places:
             for (name, one), (_, other) in zip(expected, limits.get(place, []), strict=False):
-                if one.shape == other.shape and not (error := _error(other, one, 0.0)) <= self._exact():
-                    return f"{self._named(name)} compares tokens with something else, {_by(error)},"
+                if one.shape == other.shape and not (error := error_of(other, one, 0.0)) <= self._exact():
+                    return f"{self._named(name)} compares tokens with something else, {by_how_much(error)},"
         return None
 
     def _other_outputs(self, whole: _Found, found: _Found) -> str | None:
@@ -385,7 +392,7 @@ class Comparison:
         exact = exact / 100 if exact == _EXACT else exact
         for name, buffer in whole.buffers.items():
             after = found.buffers.get(name)  # a table that grows with what it is asked for has another shape
-            if after is not None and after.shape == buffer.shape and not _are_close(after, buffer, exact):
+            if after is not None and after.shape == buffer.shape and not are_close(after, buffer, exact):
                 return f"{self._named(name.rpartition('.')[0])} leaves something else in its buffer {name}"
         return None
 
@@ -394,26 +401,26 @@ class Comparison:
         total = sum(parts[1:], parts[0])
         given = [each for each in tensors_in(self._case.inputs) if each.shape == one.shape]
         sums = [total, *(total - (len(parts) - 1) * local_part(each.detach()) for each in given)]
-        return all(_are_close(part, one, exact) for part in parts) or any(_are_close(each, one, exact) for each in sums)
+        return all(are_close(part, one, exact) for part in parts) or any(are_close(each, one, exact) for each in sums)
 
     def _other_gradients(self, whole: _Found, found: _Found) -> str | None:
         """Gradients of inputs and weights; of zero, but for rounding, is what is far below the usual size."""
         exact = self._exact()
         for one, other in zip(whole.of_inputs, found.of_inputs, strict=True):
-            error = _error(self._of_counted(other), self._of_counted(one), 0.0)
+            error = error_of(self._of_counted(other), self._of_counted(one), 0.0)
             if not _is_of(one, (0, self._tokens)):  # of all tokens, or of a sum that goes from chunk to chunk
-                error = min(error, _error(other / len(self._places), one, 0.0))
+                error = min(error, error_of(other / len(self._places), one, 0.0))
             if not error <= exact:
-                return f"the gradient of what it ({self._kind('')}) is given is something else, {_by(error)},"
-        sizes = {name: float(_largest(gradient)) for name, gradient in whole.parameters.items() if gradient.numel()}
-        usual = _median(sizes.values())
+                return f"the gradient of what it ({self._kind('')}) is given is something else, {by_how_much(error)},"
+        sizes = {name: float(largest(gradient)) for name, gradient in whole.parameters.items() if gradient.numel()}
+        usual = median(sizes.values())
         for name, like in {**found.parameters, **whole.parameters}.items():
             one, other = (
                 each.parameters[name] if name in each.parameters else torch.zeros_like(like) for each in (whole, found)
             )
-            if not (error := _error(other, one, usual, sizes.get(name))) <= exact:
+            if not (error := error_of(other, one, usual, sizes.get(name))) <= exact:
                 owner = name.rpartition(".")[0]
-                return f"the gradient of {name} ({self._kind(owner)}) is something else, {_by(error)},"
+                return f"the gradient of {name} ({self._kind(owner)}) is something else, {by_how_much(error)},"
         return None
 
     def _of_counted(self, tensor: Tensor) -> Tensor:
@@ -527,13 +534,13 @@ class Comparison:
 
     def _compare(self, key: _Key, whole: Tensor, tensor: Tensor, place: slice) -> None:
         if key not in self._usual:
-            sizes = _sizes(whole)
+            sizes = sizes_of(whole)
             self._usual[key] = sizes, float(sizes.nanmedian())
         sizes, usual = self._usual[key]
         off = whole[:, place] - tensor
-        if float(_largest(off)) <= self._exact() * usual:
+        if float(largest(off)) <= self._exact() * usual:
             return
-        off = _sizes(torch.where(whole[:, place] == tensor, 0, off))
+        off = sizes_of(torch.where(whole[:, place] == tensor, 0, off))
         off = off.masked_fill(whole[:, place].isnan().unsqueeze(-1).flatten(2).any(2), 0)
         counted = self._case.counted
         if counted is not None:
@@ -557,7 +564,7 @@ class Comparison:
         counted = self._case.counted
         if counted is not None:
             counted = counted[:, place] if off.shape[:2] == counted[:, place].shape else None
-        self._off.append((key, _largest(off if counted is None else off[counted])))
+        self._off.append((key, largest(off if counted is None else off[counted])))
         return wanted
 
 
@@ -583,51 +590,6 @@ def _detached(outputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
 def _is_of(tensor: Tensor, place: tuple[int, int]) -> bool:
     """Whether a tensor is of the tokens of a place, as far as its shape tells."""
     return tensor.dim() > 1 and tensor.shape[1] == place[1] - place[0]
-
-
-def _sizes(tensor: Tensor) -> Tensor:
-    """The largest absolute value of each row and token."""
-    wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    return wide.abs().unsqueeze(-1).flatten(2).amax(2)
-
-
-def _largest(tensor: Tensor) -> Tensor:
-    if not tensor.numel():
-        return torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-    if tensor.is_complex():
-        return tensor.detach().abs().max()
-    low, high = tensor.detach().aminmax()  # which makes no copy of a gradient
-    return torch.maximum(-low, high)
-
-
-def _median(sizes: Iterable[float]) -> float:
-    ordered = sorted(sizes)
-    return ordered[len(ordered) // 2] if ordered else 0.0
-
-
-def _relative(off: Tensor, size: float, usual: float) -> float:
-    """What a largest difference is to a size, or to the rounding of a usual one."""
-    limits = torch.finfo(off.dtype)
-    difference = float(off)
-    return 0.0 if difference <= _ROUNDINGS * limits.eps * usual else difference / max(size, limits.tiny)
-
-
-def _error(actual: Tensor, expected: Tensor, usual: float, size: float | None = None) -> float:
-    """NaN for NaN, and infinity for infinity, are right: a gradient that has them has them in slices, too. size: the
-    largest expected number, where it is known."""
-    off = _largest(actual - expected)
-    if not bool(torch.isfinite(off)):
-        same = (actual == expected) | (actual.isnan() & expected.isnan())
-        off, expected, size = _largest((actual - expected).masked_fill(same, 0)), expected.nan_to_num(0, 0, 0), None
-    return _relative(off, float(_largest(expected)) if size is None else size, usual)
-
-
-def _are_close(one: Tensor, other: Tensor, exact: float = 1e-6) -> bool:
-    return one.shape == other.shape and _error(one, other, 0.0) <= exact
-
-
-def _by(error: float) -> str:
-    return "NaN" if math.isnan(error) else f"by {error:.1%}"
 
 
 @contextmanager
