@@ -6,7 +6,7 @@ first experts, and all pass a threshold, or none, or the first ones do. What com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ _COMPARISONS = {
     *("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
     *("greater", "greater_equal", "less", "less_equal", "not_equal", "bool", "logical_not"),
 }
-# of what tokens before have: what these are compared with is the limit itself
+# of what tokens before have: these are compared with the limit itself
 _SCANS = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 _MOST = 1_000  # comparisons in a pass: a loop that waits for one never ends
 
@@ -32,22 +32,23 @@ class Alike(TorchFunctionMode):
         super().__init__()
         self._passes, self._are_alike = passes, passes in (0, tokens)
         self.compares = False  # whether anything was compared
-        # by place: what tokens were compared with that is one number for all of them, and the part that did so
-        self.limits: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
-        self._of_data: dict[int, Tensor] = {}  # by identity: these are kept, so that no other has it
+        # by place: what was compared that depends on data, and the part that did so
+        self.compared: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+        # by identity: these are kept, so that no other has it; and whether they depend on tokens before
+        self._of_data: dict[int, tuple[Tensor, bool]] = {}
 
     def begin(self, place: tuple[int, int], inputs: list[Tensor], running: list[str]) -> None:
         """Before a forward of the tokens of this place. running: the names of parts that will be, innermost last."""
         self._tokens, self._left, self._running = place[1] - place[0], _MOST, running
-        self._noted = self.limits[place] = []
+        self._noted = self.compared[place] = []
         self._rows = next((len(leaf) for leaf in inputs if leaf.dim() > 1), 1)
         self._passing = max(0, (self._passes or 0) - place[0])  # of these
-        self._of_data = {id(leaf): leaf for leaf in inputs if leaf.is_floating_point()}
+        self._of_data = {id(leaf): (leaf, False) for leaf in inputs if leaf.is_floating_point()}
 
-    def note(self, output: Any) -> None:
+    def note(self, output: Any, is_scanned: bool = False) -> None:
         """What a part has returned depends on data, whatever has computed it."""
         if self._passes is not None and isinstance(output, Tensor) and output.is_floating_point():
-            self._of_data[id(output)] = output
+            self._of_data[id(output)] = output, is_scanned
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -58,24 +59,21 @@ class Alike(TorchFunctionMode):
             _choose_first(name, result, args, kwargs)
         elif name in _COMPARISONS and self._is_of_tokens(result):
             self.compares = self.compares or any(isinstance(each, Tensor) and each.is_floating_point() for each in args)
-            if self._passes is not None and self._depends_on_data(args):
+            if self._passes is not None and (scanned := self._scanned(args)):
                 self._left -= 1
                 if not self._left:
                     raise RuntimeError("it compares numbers until they are others")
-                self._note_limits(args)
-                return self._passed(result)
-        if self._passes is not None and name not in _SCANS and self._depends_on_data((args, [*kwargs.values()])):
+                self._noted += [
+                    ("".join(self._running[-1:]), each.detach().clone()) for each in args if self._scanned([each])
+                ]
+                return result if any(scanned) else self._passed(result)
+        if self._passes is not None and (scanned := self._scanned([*args, *kwargs.values()])):
             for each in result if isinstance(result, tuple | list) else (result,):
-                self.note(each)
+                self.note(each, name in _SCANS or any(scanned))
         return result
 
     def _is_of_tokens(self, result: Any) -> bool:
         return isinstance(result, Tensor) and any(size and size % self._tokens == 0 for size in result.shape)
-
-    def _note_limits(self, compared: tuple[Any, ...]) -> None:
-        for each in compared:
-            if self._depends_on_data(each) and not isinstance(each, nn.Parameter) and not self._is_of_tokens(each):
-                self._noted.append((self._running[-1], each.detach().clone()))
 
     def _passed(self, result: Tensor) -> Tensor:
         if self._are_alike:
@@ -86,10 +84,17 @@ class Alike(TorchFunctionMode):
         passed[:, : self._passing] = True
         return passed
 
-    def _depends_on_data(self, value: Any) -> bool:
-        if isinstance(value, Tensor):
-            return isinstance(value, nn.Parameter) or id(value) in self._of_data
-        return isinstance(value, tuple | list) and any(map(self._depends_on_data, value))
+    def _scanned(self, values: Iterable[Any]) -> list[bool]:
+        """Of each that depends on data, whether it does on tokens before."""
+        found = []
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                found.append(False)
+            elif isinstance(value, Tensor):
+                found += [self._of_data[id(value)][1]] if id(value) in self._of_data else []
+            elif isinstance(value, tuple | list):
+                found += self._scanned(value)
+        return found
 
 
 def _choose_first(name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

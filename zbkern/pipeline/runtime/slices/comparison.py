@@ -169,7 +169,7 @@ class Comparison:
                 found = self._run_parts([case.lengths[0], sum(case.lengths[1:])])
             return (
                 self._first_that_differs()
-                or self._other_limits()
+                or self._other_numbers_compared()
                 or self._other_outputs(whole, found)
                 or self._other_gradients(whole, found)
             )
@@ -367,14 +367,15 @@ class Comparison:
                 return f"{self._named(name)} gives another gradient for what it is given, {by_how_much(error)},"
         return None
 
-    def _other_limits(self) -> str | None:
-        """What tokens are compared with that is another number for a part."""
-        limits = {} if self._alike is None else self._alike.limits
-        expected = limits.get((0, self._tokens), [])
+    def _other_numbers_compared(self) -> str | None:
+        """What is compared with a threshold, or is one, that is another number for a part."""
+        compared = {} if self._alike is None else self._alike.compared
+        expected = compared.get((0, self._tokens), [])
         for place in self._places:
-            for (name, one), (_, other) in zip(expected, limits.get(place, []), strict=False):
+            for (name, one), (_, other) in zip(expected, compared.get(place, []), strict=False):
+                one = one[:, slice(*place)] if _is_of(one, (0, self._tokens)) else one
                 if one.shape == other.shape and not (error := error_of(other, one, 0.0)) <= self._exact():
-                    return f"{self._named(name)} compares tokens with something else, {by_how_much(error)},"
+                    return f"{self._named(name)} compares something else, {by_how_much(error)},"
         return None
 
     def _other_outputs(self, whole: _Found, found: _Found) -> str | None:
