@@ -295,10 +295,10 @@ def fitted(runs: Sequence[Mapping[str, Any]], models: Mapping[str, Any]) -> str:
 
     found = shares.fit(gpus, log_error)
     rows = []
-    for share, factor in zip(shares.SHARES, found.factors, strict=True):
+    for share, factor, deviation in zip(shares.SHARES, found.factors, found.deviations, strict=True):
         table = next((getattr(gpu, share.fields[0]) for gpu in gpus if share.of(gpu)), math.nan)
         anchor = f"{share.anchor:.3g} +- {share.width:.0%}: {share.why}"
-        rows.append([share.name, f"{table:.3g}", f"{table * factor:.3g}", anchor])
+        rows.append([share.name, f"{table:.3g}", f"{table * factor:.3g} +- {deviation:.0%}", anchor])
     kinds: dict[str, list[int]] = {}
     results = [predict(run, models, gpu) for run, gpu in zip(runs, gpus, strict=True)]
     for run, result in enumerate(results):

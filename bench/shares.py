@@ -76,9 +76,11 @@ Predict = Callable[[int, Hardware], float]  # the logarithm of predicted over me
 
 
 class Fit(NamedTuple):
-    """factors: of what the table has, for each of SHARES. slopes: of every run's error by each factor's logarithm."""
+    """factors: of what the table has, for each of SHARES. deviations: the standard ones of their logarithms. slopes: of
+    every run's error by each factor's logarithm."""
 
     factors: list[float]
+    deviations: list[float]
     errors: list[float]
     slopes: torch.Tensor
 
@@ -96,9 +98,10 @@ def fit(gpus: Sequence[Hardware], predict: Predict) -> Fit:
     """To the runs on these GPUs, as the table has them."""
     table = torch.zeros(len(SHARES), dtype=torch.float64)
     errors, slopes = _linear(gpus, predict, table)
-    logs = _solved(gpus, table, errors, slopes, range(len(gpus)))
-    factors = logs.exp().tolist()
-    return Fit(factors, [predict(run, scaled(gpu, factors)) for run, gpu in enumerate(gpus)], slopes)
+    rows, sides = _equations(gpus, table, errors, slopes, range(len(gpus)))
+    factors = torch.linalg.lstsq(rows, sides).solution.squeeze(1).exp().tolist()
+    deviations = torch.linalg.inv(rows.T @ rows).diagonal().sqrt().tolist()
+    return Fit(factors, deviations, [predict(run, scaled(gpu, factors)) for run, gpu in enumerate(gpus)], slopes)
 
 
 def without(found: Fit, gpus: Sequence[Hardware], left_out: Sequence[int]) -> list[float]:
@@ -106,7 +109,8 @@ def without(found: Fit, gpus: Sequence[Hardware], left_out: Sequence[int]) -> li
     logs = torch.tensor(found.factors, dtype=torch.float64).log()
     errors = torch.tensor(found.errors, dtype=torch.float64)
     others = [run for run in range(len(gpus)) if run not in left_out]
-    return _solved(gpus, logs, errors, found.slopes, others).exp().tolist()
+    rows, sides = _equations(gpus, logs, errors, found.slopes, others)
+    return torch.linalg.lstsq(rows, sides).solution.squeeze(1).exp().tolist()
 
 
 def _linear(gpus: Sequence[Hardware], predict: Predict, logs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,10 +126,10 @@ def _linear(gpus: Sequence[Hardware], predict: Predict, logs: torch.Tensor) -> t
     return torch.tensor(here, dtype=torch.float64), slopes
 
 
-def _solved(
+def _equations(
     gpus: Sequence[Hardware], logs: torch.Tensor, errors: torch.Tensor, slopes: torch.Tensor, runs: Sequence[int]
-) -> torch.Tensor:
-    """The logarithms with the least squares, of these runs and of the anchors, where errors are linear."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both sides of what the logarithms should fulfil, by these runs and by the anchors, where errors are linear."""
     rows = [slopes[run] / SCATTER for run in runs]
     sides = [(slopes[run] @ logs - errors[run]) / SCATTER for run in runs]
     for column, share in enumerate(SHARES):
@@ -134,4 +138,4 @@ def _solved(
         row[column] = 1 / share.width
         rows.append(row)
         sides.append(torch.tensor(math.log(share.anchor / table) / share.width, dtype=torch.float64))
-    return torch.linalg.lstsq(torch.stack(rows), torch.stack(sides).unsqueeze(1)).solution.squeeze(1)
+    return torch.stack(rows), torch.stack(sides).unsqueeze(1)
