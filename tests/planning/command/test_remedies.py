@@ -85,8 +85,8 @@ def test_the_least_need_is_that_of_the_best_cut() -> None:
         *[LayerCosts(f"{n}", 1, 1, 1, 1, static=2) for n in range(6)],
     ]
     costs = ModelCosts([*layers, LayerCosts("h", 1, 1, 1, 2, static=5, tied="e")])
-    assert least_need(costs, 1) == (5 + 12, 8)
-    assert least_need(costs, 2) == (5 + 6, 5)  # the last three blocks and the head
+    assert least_need(costs, 1) == (5 + 12, 8, 0)
+    assert least_need(costs, 2) == (5 + 6, 5, 0)  # the last three blocks and the head
     assert least_need(costs, 3).total == 11
     for stages in (1, 2, 3, 8):
         need = least_need(costs, stages).total

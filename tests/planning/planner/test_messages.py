@@ -105,3 +105,15 @@ def test_a_plan_of_one_batch_fits_with_its_messages() -> None:
             found = plan_batch(lengths, costs, 2, memory_limit=limit)
             assert not any(exceeds(peak, limit) for peak in found.peak_memory)
             assert found.peak_memory == pytest.approx(simulate(found.schedule, costs).peak_memory)
+
+
+@compiled
+def test_the_least_limit_of_layers_has_room_for_one_message() -> None:
+    costs = ModelCosts(
+        [LayerCosts(f"{n}", 1, 1, 1, activation=1.0, held=1.0, static=2.0, output=0.3) for n in range(8)]
+    )
+    with pytest.raises(ValueError, match=r"0\.3 for a message, 6\.3 in all") as caught:
+        plan(costs, 4, 8, memory_limit=5.0, effort=0)
+    least = float(re.findall(r"([\d.]+) in all", str(caught.value))[0])
+    found = plan(costs, 4, 8, memory_limit=least, effort=0)
+    assert max(found.peak_memory) <= least * (1 + 1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from zbkern.planning.costs.layers import LayerCosts, ModelCosts
@@ -13,21 +14,23 @@ _ROUNDS = 50  # of bisection: the least need is found to rounding
 
 
 class Need(NamedTuple):
-    """What the fullest rank holds: all the time, and of one microbatch."""
+    """What the fullest rank holds: all the time, of one microbatch, and of the largest message that it gets."""
 
     static: float
     activation: float
+    message: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.static + self.activation
+        return self.static + self.activation + self.message
 
     def describe(self, stages: int, unit: str | None) -> str:
         """For an error that says what does not fit."""
+        message = f", {amount(self.message, unit)} for a message" if self.message else ""
         return (
             f"in the best cut into {stages} stages of one chunk the fullest rank holds {amount(self.static, unit)} of "
-            f"weights, gradients and optimizer states and {amount(self.activation, unit)} for one microbatch, "
-            f"{enough(self.total, unit)} in all"
+            f"weights, gradients and optimizer states and {amount(self.activation, unit)} for one microbatch"
+            f"{message}, {enough(self.total, unit)} in all"
         )
 
 
@@ -105,6 +108,7 @@ def _largest(costs: ModelCosts) -> float:
 def _packed(costs: ModelCosts, most: float) -> list[Need]:
     """Needs of chunks that are filled up to `most`, at least the need of the largest layer, one after another."""
     chunks = [Need(0.0, 0.0)]
+    sent = [0.0]  # by each chunk to the next
     shared: dict[str | None, float] = {}  # what the chunk already holds of tied layers
     for layer in costs.layers:
         before = 0.0 if layer.tied is None else shared.get(layer.tied, 0.0)
@@ -113,6 +117,8 @@ def _packed(costs: ModelCosts, most: float) -> list[Need]:
         if grown.total > most and chunks[-1].total:
             grown, before, shared = Need(layer.static, layer.activation), 0.0, {}
             chunks.append(grown)
-        chunks[-1] = grown
+            sent.append(0.0)
+        chunks[-1], sent[-1] = grown, layer.output
         shared[layer.tied] = max(before, layer.static)
-    return chunks
+    at_edges = [0.0, *sent[:-1], 0.0]
+    return [need._replace(message=max(pair)) for need, pair in zip(chunks, pairwise(at_edges), strict=True)]
