@@ -96,8 +96,8 @@ def test_a_layer_without_torch_says_what_it_needs(monkeypatch: pytest.MonkeyPatc
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
     monkeypatch.setattr(zbkern.importlib, "import_module", missing)
-    with pytest.raises(ImportError, match=r"zbkern.wgrad needs torch 2.8 or later: pip install torch"):
-        zbkern.__getattr__("wgrad")
+    with pytest.raises(ImportError, match=r"zbkern.functional needs torch 2.8 or later: pip install torch"):
+        zbkern.__getattr__("functional")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,13 +98,15 @@ class Alike(TorchFunctionMode):
 
 
 def _choose_first(name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Writes into indices: of the first one, or the first ones."""
+    """Writes into indices: of the first one, or the first ones, of those that no mask has taken out."""
     if not args or not args[0].is_floating_point():
         return
     indices = result if name.startswith("arg") else result[1] if isinstance(result, tuple) else None
     if indices is None or not indices.dim():
         return
-    indices.zero_()
-    if name == "topk":
-        along = kwargs.get("dim", args[2] if len(args) > 2 else -1)
-        indices.movedim(along, -1).copy_(torch.arange(indices.shape[along], device=indices.device))
+    values, place = args[0], 2 if name == "topk" else 1
+    along = kwargs.get("dim", args[place] if len(args) > place else -1)
+    is_masked = values.abs() >= torch.finfo(values.dtype).max / 2
+    first = is_masked.to(torch.int8).argsort(along, stable=True)
+    first = first.narrow(along, 0, indices.shape[along] if name == "topk" else 1)
+    indices.copy_(first.view(indices.shape))
