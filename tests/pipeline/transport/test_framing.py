@@ -48,7 +48,7 @@ class Wire:
 class Connection:
     def __init__(self, carries: bool) -> None:
         self.wire = Wire()
-        self.outgoing, self.incoming = Outgoing(carries), Incoming(self.wire, 0, carries)
+        self.outgoing, self.incoming = Outgoing(carries), Incoming(self.wire, self.wire, 0, carries)
 
     def pass_on(self, message: Message, *tensors: Tensor) -> tuple[bool, bytes]:
         """Whether its tensors came with it, and its header's bytes; it arrives as it was."""

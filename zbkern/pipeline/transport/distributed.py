@@ -120,9 +120,9 @@ class DistributedTransport(Transport):
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
         self._unreachable: set[int] = set()  # peers whose connection has ended
+        below, above = (self._headers_up, self._up), (self._headers_down, self._down)
         self._incoming = {
-            peer: Incoming(self._headers_up if peer < self.rank else self._headers_down, peer, carries=self._on_cpu)
-            for peer in self.peers
+            peer: Incoming(*(below if peer < self.rank else above), peer, carries=self._on_cpu) for peer in self.peers
         }
         self._turns = {peer: Turn(self._mailbox) for peer in self.peers}
         self._is_asked_ahead = not self._on_cpu  # whether messages must be here before they are asked for

@@ -127,13 +127,14 @@ class Outgoing:
 
 
 class Incoming:
-    """The messages of one peer. group: its communicator. carries: as the peer's `Outgoing` has it.
+    """The messages of one peer. group: its communicator; tensors: the one of those that did not come with their
+    message. carries: as the peer's `Outgoing` has it.
 
     Receives of the next _AHEAD messages are posted: a sender that finds none sends twice as often.
     """
 
-    def __init__(self, group: Any, peer: int, carries: bool) -> None:
-        self._group, self._peer = group, peer
+    def __init__(self, group: Any, tensors: Any, peer: int, carries: bool) -> None:
+        self._group, self._tensors, self._peer = group, tensors, peer
         self._rooms = _Rooms(_CARRIED_BYTES if carries else 0)
         self._forms: list[TensorHeader] = []
         self._posted: collections.deque[tuple[Tensor, dist.Work]] = collections.deque()
@@ -177,7 +178,7 @@ class Incoming:
         """The bytes of a message's tensors, on a CPU, that did not come with it; waits for them."""
         buffer = _buffer(size)
         if size:
-            finish_receive(post_receive(self._group, buffer, self._peer, TENSORS))
+            finish_receive(post_receive(self._tensors, buffer, self._peer, TENSORS))
         return buffer
 
     def has_tensors(self) -> bool | None:
