@@ -4,7 +4,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,11 +126,20 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     process.stderr.close()
 
 
+class Interrupted(ModuleType):
+    """Ctrl-C while modules are imported."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+
 def test_an_interrupt_leaves_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(info, "main", interrupted)
+    assert __main__.main(["info"]) == 130
+    monkeypatch.setitem(sys.modules, "zbkern.planning.command", Interrupted("zbkern.planning.command"))
     assert __main__.main(["info"]) == 130
 
 

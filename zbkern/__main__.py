@@ -10,6 +10,13 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:  # also in the imports
+        return 130
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     import zbkern
     from zbkern.pipeline.rehearsal import command as rehearsal
     from zbkern.planning.command import cli, play
@@ -35,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         print(f"zbkern: the output could not be written: {error.strerror}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return status
 
 
