@@ -177,6 +177,14 @@ def test_what_does_not_fit_is_refused() -> None:
     distributed[1].weight.is_distributed_weight = True
     with pytest.raises(ValueError, match=r"module '1' has distributed weights .* delay_wgrad_compute=False"):
         use_queue(distributed)
+    parts = Linear(2, 2, False)
+    parts.query_weight = parts.weight  # of parameters_split
+    del parts.weight
+    operation = Linear(2, 2, False)  # te.ops.GroupedLinear has a store, and _accumulate_into_main_grad
+    del operation.fuse_wgrad_accumulation
+    for other in (parts, operation):
+        with pytest.raises(ValueError, match=r"module '0' must be a Linear, .* GroupedLinear without parameters_split"):
+            use_queue(nn.Sequential(other))
     model, _ = models(bias=True, fused=False)
     with pytest.raises(RuntimeError, match=r"call queue.run\(\) instead of backward_dw"):
         model[0].backward_dw()

@@ -19,13 +19,21 @@ def use_queue(model: Model) -> Model:
     Inside `WGradQueue.defer`, a backward then leaves W there, under the queue's key; elsewhere it runs W itself.
     `queue.run` takes the place of the module's `backward_dw`. With fuse_wgrad_accumulation W goes to `main_grad`, as
     TransformerEngine adds it, and its hooks of the gradient run then. Returns `model`, changed in place. Raises
-    ValueError where no module delays its W, for distributed weights, whose gradients are reduced in B alone, and for a
-    GroupedLinear without fuse_wgrad_accumulation, whose backward gives autograd gradients that W has not written yet.
+    ValueError where no module delays its W, for weights in parts (parameters_split), for modules of `te.ops`, for
+    distributed weights, whose gradients are reduced in B alone, and for a GroupedLinear without
+    fuse_wgrad_accumulation, whose backward gives autograd gradients that W has not written yet.
     """
     delaying = {name: module for name, module in model.named_modules() if delays(module)}
     if not delaying:
         raise ValueError("use_queue: model must have modules made with delay_wgrad_compute=True; it has none")
     for name, module in delaying.items():
+        one = any(hasattr(module, part) for part in ("weight", "fc1_weight", "num_gemms"))
+        if not one or not hasattr(module, "fuse_wgrad_accumulation"):
+            raise ValueError(
+                f"use_queue: module {name!r} must be a Linear, LayerNormLinear, LayerNormMLP or GroupedLinear without "
+                f"parameters_split; got a {type(module).__module__}.{type(module).__name__}: make it with "
+                "delay_wgrad_compute=False"
+            )
         if any(getattr(weight, "is_distributed_weight", False) for weight in module.parameters()):
             raise ValueError(
                 f"use_queue: module {name!r} has distributed weights (is_distributed_weight), whose gradients "
