@@ -34,6 +34,28 @@ def test_gradients_that_a_step_has_written_into_are_there_for_the_next_try(force
         assert_close(found, expected, rtol=0, atol=0)
 
 
+class WritingLater(OPTIMIZERS["writing"]):  # type: ignore[misc]
+    """As a schedule-free RAdam, whose first steps, where it does not trust a variance, write into no gradient."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            if group["steps"] > 5:
+                super().step()
+            else:
+                for parameter in (each for each in group["params"] if each.grad is not None):
+                    parameter.sub_(parameter.grad, alpha=0.01)
+
+
+def test_a_step_that_is_the_first_to_write_into_gradients_is_taken_back() -> None:
+    case = Case(2, 7, {(1, 2): 3.0, (1, 5): 4.0}, WritingLater)
+    history, _, optimizers = ours(case, adaptive=False)
+    assert [optimizer.undone for optimizer in optimizers] == [2, 0]
+    for found, expected in zip(history, plain_loop(case, clip_in_float64)[0], strict=True):
+        assert_close(found, expected, rtol=0, atol=0)
+
+
 # ---- of packages
 
 

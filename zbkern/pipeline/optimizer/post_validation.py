@@ -239,7 +239,8 @@ class Optimizer(torch.optim.Optimizer):
                 boundary.hold(step, total)
                 return loss
             if self._may_step(total):
-                spares = step.copies() if self._writes_gradients is not False and any(self._norms.limits) else None
+                may_write = self._writes_gradients is not False or number <= COMPARED  # RAdam's do from the 6th on
+                spares = step.copies() if may_write and any(self._norms.limits) else None
                 with step.in_place(self):
                     for part in self._parts:
                         part.undo.save(part.optimizer)
