@@ -72,6 +72,7 @@ def megatron(folder: str, **sizes: Any) -> Iterator[None]:
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = NoRandomState(), True
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_stream = lambda *_: None
     torch.Tensor.cuda = lambda self, *_, **__: self
     parallel_state.initialize_model_parallel(**sizes)
     try:
@@ -296,11 +297,15 @@ def test_layers_of_transformer_engine_wait(fresh_ranks: Any, package: str) -> No
 
 def refusals(folder: str) -> None:
     with megatron(folder, pipeline_model_parallel_size=2):
-        from zbkern.integrations.megatron import ForwardBackward
+        from zbkern.integrations.megatron import LINEARS, ForwardBackward, convert
 
+        (chunk,) = build()
+        next(module for module in chunk.modules() if isinstance(module, LINEARS)).gtp_remat_size = 2
+        with pytest.raises(ValueError, match=r"must have whole weights.* gtp_remat_size of 2"):
+            convert(chunk)
         with pytest.raises(ValueError, match=r"chunk i on rank i % 2.*\(0, 1, 1, 0\) of zb_v"):
             ForwardBackward(schedules.zb_v(stages=2, microbatches=4))
 
 
-def test_a_placement_that_is_not_megatrons_is_refused(fresh_ranks: Any, package: str) -> None:
+def test_placements_and_shards_that_do_not_fit_are_refused(fresh_ranks: Any, package: str) -> None:
     fresh_ranks.run(refusals, package)

@@ -1,4 +1,4 @@
-"""Megatron-core 0.16: its tensor-parallel linears with a W that waits, its training step run by a zbkern schedule."""
+"""Megatron-core: its tensor-parallel linears with a W that waits, its training step run by a zbkern schedule."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def convert(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn
     becomes `zbkern.functional.linear`, and `zbkern.convert` sees to all other modules. W is added to `main_grad`
     wherever a weight has one, so that gradient_accumulation_fusion changes nothing. TransformerEngine's layers made
     with delay_wgrad_compute=True leave their W there, too; others of its layers compute it in B. Before or after
-    Megatron's DistributedDataParallel wraps a chunk. Raises ValueError with defer_embedding_wgrad_compute.
+    Megatron's DistributedDataParallel wraps a chunk. Raises ValueError with defer_embedding_wgrad_compute, and for
+    linears that gather their weights from a gtp_remat group.
     """
     chunks: list[Any] = [model] if isinstance(model, torch.nn.Module) else [*model]
     for chunk in chunks:
@@ -43,6 +44,11 @@ def convert(model: torch.nn.Module | Iterable[torch.nn.Module]) -> list[torch.nn
                     raise ValueError(
                         "zbkern.integrations.megatron.convert: defer_embedding_wgrad_compute must be False: the W of "
                         "the output layer waits in the queue like any other; got True"
+                    )
+                if getattr(module, "gtp_remat_size", 1) > 1:
+                    raise ValueError(
+                        "zbkern.integrations.megatron.convert: linears must have whole weights, and not shards that "
+                        f"Megatron gathers for each pass; got a gtp_remat_size of {module.gtp_remat_size}"
                     )
                 module._forward_impl = _linear
     return chunks
