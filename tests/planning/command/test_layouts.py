@@ -38,6 +38,7 @@ def test_all_layouts_that_divide_are_there_once() -> None:
     assert (1, 1, 24, 8, 1, 2, True) in found
 
 
+@pytest.mark.slow
 def test_stages_may_begin_inside_blocks() -> None:
     """34 layers are not even in 8 stages, and their halves nearly are."""
     whole, finer = (LayoutQuestion(model_of("llama-3-8b"), H100, 8, 32, halves=halves) for halves in (False, True))
