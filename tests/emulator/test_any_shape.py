@@ -85,7 +85,7 @@ CHECKS: dict[str, Callable[[ModuleType, random.Random], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "first", "count"),
     [

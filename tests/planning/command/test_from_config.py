@@ -57,6 +57,7 @@ def test_a_model_is_planned_and_compared(run_plan: Run, tmp_path: Path) -> None:
     assert "Peaks: NVIDIA H100 datasheet, SXM" in text
 
 
+@pytest.mark.slow
 def test_the_software_decides_about_tensor_parallelism(run_plan: Run) -> None:
     layout = [*LLAMA, "--tensor-parallel", "8", *QUICK]
     texts = [" ".join(run_plan(*layout, *more).split()) for more in ([], ["--software", "megatron"])]
@@ -123,6 +124,7 @@ def test_absurd_numbers_are_refused_at_once(name: str, number: object, run_plan:
     assert re.search(f"argument --config: .*({name} must be .* at most|integer string)", error)
 
 
+@pytest.mark.slow
 def test_experts_and_a_table_of_ones_own(run_plan: Run, tmp_path: Path) -> None:
     table = json.loads(TABLE.read_text())
     own = tmp_path / "own.json"
