@@ -216,9 +216,8 @@ class Rewritten:
 
         if self._place.first == self._place.encoder_layers:
             self._flow.enter(self._place.names[int(self._place.first) - 1])
-        return MoEModelOutput(
-            last_hidden_state=self._flow.skips[self._encoder]
-        )  # Switch Transformers read its router_logits
+        # Switch Transformers read its router_logits
+        return MoEModelOutput(last_hidden_state=self._flow.skips[self._encoder])
 
     def _no_embeddings(self) -> Tensor:
         """A placeholder in the shape of embeddings. What blocks pass on may have one dimension more."""
