@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import threading
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -672,6 +673,34 @@ def test_a_probe_leaves_no_trace() -> None:
     assert numbers[1] == random.getstate()
     assert before.keys() == module.state_dict().keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+
+
+class BesideAThread(nn.Module):
+    """Another thread draws random numbers in its first forwards, as one that loads data does, each time more."""
+
+    def __init__(self, own: str, forwards: int) -> None:
+        super().__init__()
+        self.linear, self.own, self.forwards = nn.Linear(WIDTH, WIDTH), own, iter(range(1, forwards + 1))
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        if count := next(self.forwards, 0):
+            thread = threading.Thread(target=lambda: [(torch.rand(1), random.random()) for _ in range(count)])
+            thread.start()
+            thread.join()
+        y = self.linear(x)
+        return y * random.random() if self.own == "Python" else F.dropout(y, 0.3) if self.own else y
+
+
+@pytest.mark.parametrize("own", ["", "torch", "Python"])
+def test_random_numbers_that_another_thread_draws_are_not_those_of_a_chunk(own: str) -> None:
+    torch.manual_seed(0)
+    module = BesideAThread(own, 1 + 12)  # the step's own, then those of the probe
+    with one_rank(module.double(), schedules.zb_h1(1, 2, slices=2)) as pipe:
+        if own == "Python":
+            with pytest.raises(PipelineError, match="random numbers of Python, once for all tokens"):
+                pipe.step(*batch(torch.float64))
+        else:
+            pipe.step(*batch(torch.float64))
 
 
 def test_compiled_parts_are_compared_as_they_are_written() -> None:

@@ -87,12 +87,12 @@ class Traces:
                 if hooks is not None:
                     hooks.update(called)
 
-    def drawn(self) -> set[str]:
-        """Whose random numbers have been drawn since this was made, or restored: torch's, Python's or NumPy's."""
+    def drawn(self) -> dict[str, Any]:
+        """The random numbers that come next, by who draws them, where some have been drawn since this was made, or
+        restored, by this thread or another."""
         before = {**self._random, "numpy": self._numpy}
         now = {**random_state(self._device), "numpy": _numpy_state()}
-        names = {"python": "Python", "numpy": "NumPy"}
-        return {names.get(name, "torch") for name in now if not _are_same(now[name], before[name])}
+        return {name: state for name, state in now.items() if not are_same(state, before[name])}
 
     def buffers(self) -> dict[str, Tensor]:
         """Those of floating-point numbers as they are now: what is a result, and no number of calls."""
@@ -184,11 +184,12 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content) if isinstance(container, MutableMapping) else container.__ior__(content)
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def are_same(one: Any, other: Any) -> bool:
+    """Whether states of random numbers are."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return all(_are_same(one[name], other[name]) for name in one)
+        return one.keys() == other.keys() and all(are_same(one[name], other[name]) for name in one)
     return bool(one.tobytes() == other.tobytes()) if hasattr(one, "tobytes") else bool(one == other)
 
 
