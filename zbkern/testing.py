@@ -20,7 +20,6 @@ __all__ = [
     "attention_flops",
     "linear_flops",
     "measure",
-    "tolerance_of",
 ]
 
 TOLERANCE: Mapping[torch.dtype, float] = {
@@ -37,13 +36,13 @@ _CUT_OFF = 4.5e-8
 it never rounds up. Of a sum that grows evenly this is at most 3/8 of 2^-23 on average. An H200 loses up to 4.1e-8."""
 
 
-def tolerance_of(dtype: torch.dtype, terms: int = 0) -> float:
+def _tolerance_of(dtype: torch.dtype, terms: int = 0) -> float:
     """TOLERANCE[dtype] for a result that is a sum of so many products: tensor cores cut sums off, in one direction.
 
     After arXiv 2512.07004; an error that grows with the number of products is no fault of a kernel.
     """
     if dtype not in TOLERANCE:
-        raise TypeError(f"tolerance_of: {dtype} has no tolerance of its own; pass tolerance= to assert_close")
+        raise TypeError(f"assert_close: {dtype} has no tolerance of its own; pass tolerance=")
     return TOLERANCE[dtype] + (0.0 if dtype == torch.float64 else _CUT_OFF * terms / 16)
 
 
@@ -58,7 +57,7 @@ def assert_close(
     """Raises AssertionError unless max|got - expected| <= tolerance * max|expected|; the dtype of `got` decides it.
 
     A bound against the largest value, not each single one: sums of many products may cancel anywhere. scale: a size
-    that counts as the largest value where all are smaller. terms: how many products each value sums (`tolerance_of`).
+    that counts as the largest value where all are smaller. terms: how many products each value sums.
     Raises TypeError for dtypes that have no tolerance, such as integers, without one.
     """
     if got.shape != expected.shape:
@@ -66,7 +65,7 @@ def assert_close(
     if got.numel() == 0:
         return
     if tolerance is None:
-        tolerance = tolerance_of(got.dtype, terms)
+        tolerance = _tolerance_of(got.dtype, terms)
     wide = torch.promote_types(torch.promote_types(got.dtype, expected.dtype), torch.float64)
     difference = (got.detach().to(wide) - expected.detach().to(wide)).abs().max().item()
     largest = max(expected.detach().abs().max().item(), scale)

@@ -214,7 +214,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     # testing
     ("testing.assert_close(t(2), t(3))", AssertionError, "value: shape [2], expected [3]"),
     ("testing.assert_close(t(2), torch.ones(2))", AssertionError, "value: differs by 1.000e+00 where the largest"),
-    ("testing.assert_close(t(2).int(), t(2).int())", TypeError, "tolerance_of: torch.int32 has no tolerance of its ow"),
+    ("testing.assert_close(t(2).int(), t(2).int())", TypeError, "assert_close: torch.int32 has no tolerance of its ow"),
     ("reporting.markdown_table(('a', 'b', 'c'), [('x', 1)])", ValueError, "a row must have 3 cells"),
     ("testing.measure({'a': list}, rounds=0)", ValueError, "measure: rounds must be at least 1 and warmup at"),
     # schedules

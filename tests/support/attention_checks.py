@@ -77,7 +77,7 @@ def attention(
     reference.attention_fwd(*wide[1:], options, exact[0], exact_lse, None if level is None else level.double().cpu())
     reference.attention_dgrad(*wide, exact[0], exact_lse, options, *exact[1:], exact_delta)
     if sinks:
-        check("delta", delta, exact_delta, testing.tolerance_of(dtype))  # of y, which is rounded
+        check("delta", delta, exact_delta, testing.TOLERANCE[dtype])  # of y, which is rounded
     unseen = exact_lse == -math.inf
     assert torch.equal(lse.cpu() == -math.inf, unseen), "lse is -inf exactly where a query sees no key"
     check("lse", lse.cpu().masked_fill(unseen, 0), exact_lse.masked_fill(unseen, 0))

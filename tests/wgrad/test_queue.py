@@ -273,13 +273,13 @@ def test_w_during_a_collective() -> None:
         model(x).square().sum().backward()
         with queue.defer(key):
             twin(x).square().sum().backward()
-    assert queue.run_during_collective() == 1  # of both microbatches, as one kernel
+    assert queue._run_during_collective() == 1  # of both microbatches, as one kernel
     assert queue.pending() == 2  # those with a hook
-    assert queue.run_during_collective() == 0
+    assert queue._run_during_collective() == 0
     assert not called
     queue.run()
     testing.assert_same_gradients(twin, model)
-    assert zbkern.WGradQueue().run_during_collective() == 0
+    assert zbkern.WGradQueue()._run_during_collective() == 0
 
 
 def test_eager_w_ends_with_the_collective() -> None:
@@ -295,10 +295,10 @@ def test_eager_w_ends_with_the_collective() -> None:
         assert queue.pending() == whole - 2
         zbkern.in_flight()  # nobody knows when it ends
         assert queue.pending() == whole - 3
-    assert queue.run_during_collective(lambda: False) == whole - 3
+    assert queue._run_during_collective(lambda: False) == whole - 3
     queue.regather_inputs = True
     with pytest.raises(ValueError, match="wgrads_per_collective must be a number with regather_inputs=True"):
-        queue.run_during_collective(lambda: False)
+        queue._run_during_collective(lambda: False)
 
 
 def test_inputs_and_output_gradients_are_held_and_nothing_else() -> None:

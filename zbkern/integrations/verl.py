@@ -339,7 +339,7 @@ class _Mode(BaseEngineCtx):
 class _Loss:
     """`loss_fn` of the Pipeline: verl's, of one micro-batch, whose number is the target."""
 
-    takes_packs = takes_deferred_logits = True
+    _takes_packs = takes_deferred_logits = True
 
     def __init__(self, model_output: Callable[[Any, Any], dict[str, Tensor]]) -> None:
         self._model_output = model_output

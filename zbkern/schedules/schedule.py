@@ -94,7 +94,7 @@ class Schedule(ScheduleData):
         schedule.validate()
         return schedule
 
-    def proven(self) -> Schedule:
+    def _proven(self) -> Schedule:
         """This one, which its maker knows to be valid: validating takes longer than some searches do."""
         object.__setattr__(self, "_valid", True)
         return self

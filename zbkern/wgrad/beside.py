@@ -24,7 +24,7 @@ def in_flight(wait: Callable[[], Any] | None = None, is_completed: Callable[[], 
             thread.give_way()
         scope = current()
         if scope is not None and scope[0].wgrads_per_collective:
-            scope[0].run_during_collective(is_completed)
+            scope[0]._run_during_collective(is_completed)
     if wait is None:
         return None
     watch, thread.watch = thread.watch, None  # a wait within this one is a part of it

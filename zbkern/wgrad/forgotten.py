@@ -31,7 +31,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         return
     # Without the queues' locks: threads whose hooks step could wait for each other's. Tasks with hooks may step inside
     # of a hook, a parameter at a time, with another backward of it still to come.
-    waiting = [(task, queue) for queue in [*_queues] for task in [*queue._tasks] if not task.has_hooks]
+    waiting = [(task, queue) for queue in [*_queues] for task in [*queue._tasks] if not task._has_hooks]
     if not waiting:
         return
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

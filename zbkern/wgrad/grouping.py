@@ -29,8 +29,8 @@ def by_weight(selected: Sequence[WGradTask], merge: bool) -> tuple[Iterable[list
     hooked: set[WGradTask] = set()
     joined: dict[tuple[Hashable, int], Hashable] = {}  # (key, parameter) -> its group, where there are hooks
     for task in selected:
-        label: Hashable = task.weight if merge else task
-        if not task.has_hooks:
+        label: Hashable = task._weight if merge else task
+        if not task._has_hooks:
             if label in groups:
                 groups[label].append(task)
             else:

@@ -132,10 +132,10 @@ class WGradQueue:
         task.key = key
         with self._lock:
             if self._side is not None and task.tensors[0].device == self._side.stream.device:
-                task.ready_event = self._side.record_event()
+                task._ready_event = self._side.record_event()
                 self._release(self._side.take_finished())
             if self.check_values:
-                task.keep_sums()
+                task._keep_sums()
             self._tasks[task] = None
             self._hold(task)
             if self.max_bytes is not None and self._held.nbytes > self.max_bytes:
@@ -154,9 +154,9 @@ class WGradQueue:
                 raise ValueError(f"WGradQueue: task must be one that waits in this queue; got {task!r}")
             self._release([task])
             task.tensors = tuple(tensors)
-            task.version = task.current_version()
-            if task.ready_event is not None and self._side is not None:
-                task.ready_event = self._side.record_event()
+            task._version = task._current_version()
+            if task._ready_event is not None and self._side is not None:
+                task._ready_event = self._side.record_event()
             self._hold(task)
 
     def run(self, key: Hashable | list[Hashable] = None) -> int:
@@ -185,13 +185,13 @@ class WGradQueue:
             first = next(iter(selected), None)
             if first is None:
                 return False
-            if first.has_hooks:
+            if first._has_hooks:
                 self._run([next(grouping.batches(self._select([first.key]), self.merge))], first)
             else:
                 self._run_weight_of(first, selected)
         return True
 
-    def run_during_collective(self, is_completed: Callable[[], bool] | None = None) -> int:
+    def _run_during_collective(self, is_completed: Callable[[], bool] | None = None) -> int:
         """Runs `wgrads_per_collective` of the oldest W, fewer where fewer are pending. Returns how many.
 
         `in_flight` calls it. W with hooks are left: this backward may have more to add to the same parameter. Those of
@@ -210,7 +210,7 @@ class WGradQueue:
         with self._lock:
             while ran < most:
                 ready = [task for task in self._tasks if task.key not in self._kept_back]
-                first = next((task for task in ready if not task.has_hooks), None)
+                first = next((task for task in ready if not task._has_hooks), None)
                 if first is None:
                     break
                 if has_ended is not None:
@@ -282,7 +282,7 @@ class WGradQueue:
 
     def _run_weight_of(self, first: WGradTask, selected: Iterable[WGradTask]) -> None:
         """Runs a task without hooks; when merging, with all of its weight among the selected."""
-        group = [task for task in selected if task.weight == first.weight] if self.merge else [first]
+        group = [task for task in selected if task._weight == first._weight] if self.merge else [first]
         self._run([([group], False)], first)
 
     def _run(self, batches: Iterable[tuple[grouping.Batch, bool]], first: WGradTask) -> None:
@@ -305,7 +305,7 @@ class WGradQueue:
         """Runs groups that are one kernel; the tasks leave the queue once their gradients are computed."""
         tasks = batch[0] if len(batch) == 1 else [task for group in batch for task in group]
         for task in tasks:
-            if not task.is_unchanged():
+            if not task._is_unchanged():
                 raise RuntimeError(
                     f"WGradQueue: a tensor that {task} needs was modified in place between B and W; run the queue "
                     "before the modification (of a weight, before the optimizer's step), or modify a copy"
@@ -315,7 +315,7 @@ class WGradQueue:
             if hooked:
                 self.join()
                 gradients = accumulation.sum_gradients(tasks)
-            elif first.ready_event is not None:
+            elif first._ready_event is not None:
                 side = self._side
                 self._run_on_side_stream(batch, tasks)
             else:
@@ -337,7 +337,7 @@ class WGradQueue:
         side = self._side
         assert side is not None
         targets = [accumulation.GradientTarget(group[0]) for group in batch]
-        ready_events = [task.ready_event for task in tasks]
+        ready_events = [task._ready_event for task in tasks]
         if any(target.fresh for target in targets):
             ready_events.append(side.record_event())
         # No priority takes a multiprocessor from a block that runs, so these end after a tile: 44 us on an H100 where W
@@ -356,17 +356,17 @@ class WGradQueue:
                 self.join()
             if self._held.nbytes <= self.max_bytes:
                 return
-            if not task.has_hooks:
+            if not task._has_hooks:
                 self._run([([[task]], False)], task)
         if self._held.nbytes > self.max_bytes:
             self.join()
 
     def _hold(self, task: WGradTask) -> None:
-        task.storages = self._held.add(task.tensors)
+        task._storages = self._held.add(task.tensors)
 
     def _release(self, tasks: Iterable[WGradTask]) -> None:
         for task in tasks:
-            self._held.remove(task.storages)
+            self._held.remove(task._storages)
 
 
 AT_ONCE = object()
@@ -465,7 +465,7 @@ def run_in_backward(task: WGradTask) -> None:
 
     Autograd, too, calls a parameter's hooks once per backward.
     """
-    if not task.has_hooks:
+    if not task._has_hooks:
         accumulation.accumulate([[task]])
         return
     backward = torch._C._current_graph_task_id()

@@ -48,8 +48,8 @@ class WGradTask:
     """
 
     __slots__ = (
-        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "ready_event", "storages", "sums"),
-        *("reads", "tensors", "version", "weight"),
+        *("_arithmetic", "ddp_managed", "kernel", "key", "name", "parameters", "_ready_event", "_storages", "_sums"),
+        *("reads", "tensors", "_version", "_weight"),
     )
 
     def __init__(
@@ -73,14 +73,14 @@ class WGradTask:
         self.name = name
         self.ddp_managed = ddp_managed
         self.key: Any = None  # hashable
-        self.ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
-        self.storages: list[int] = []  # those of `tensors`, as a queue has counted them
-        self.sums: list[Tensor] | None = None  # of the values of `tensors`, where a queue compares them
+        self._ready_event: Any = None  # where W has a stream of its own: after it `tensors` hold their values
+        self._storages: list[int] = []  # those of `tensors`, as a queue has counted them
+        self._sums: list[Tensor] | None = None  # of the values of `tensors`, where a queue compares them
         self.reads = reads
-        self.version = self.current_version()
-        self.weight = (self.kernel.run, *map(id, parameters))  # equal for tasks that one kernel can sum up
+        self._version = self._current_version()
+        self._weight = (self.kernel.run, *map(id, parameters))  # equal for tasks that one kernel can sum up
 
-    def current_version(self) -> int:
+    def _current_version(self) -> int:
         """Grows whenever one of the tensors that W reads is modified in place."""
         version = 0
         for tensor in self.tensors:  # a loop: half the time of sum() over a generator, and this runs per task
@@ -89,15 +89,15 @@ class WGradTask:
             version += tensor._version
         return version
 
-    def keep_sums(self) -> None:
-        """From now on `is_unchanged` compares values, too."""
-        self.sums = sums_of(self._compared())
+    def _keep_sums(self) -> None:
+        """From now on `_is_unchanged` compares values, too."""
+        self._sums = sums_of(self._compared())
 
-    def is_unchanged(self) -> bool:
-        """Whether what W reads is what it was, as far as torch counts writes, or all of it after `keep_sums`."""
-        if self.current_version() != self.version:
+    def _is_unchanged(self) -> bool:
+        """Whether what W reads is what it was, as far as torch counts writes, or all of it after `_keep_sums`."""
+        if self._current_version() != self._version:
             return False
-        return self.sums is None or are_same(self.sums, sums_of(self._compared()))
+        return self._sums is None or are_same(self._sums, sums_of(self._compared()))
 
     def _compared(self) -> list[Tensor]:
         return [each for each in self.tensors if type(each) is Tensor and each.layout is strided and not each.is_meta]
@@ -108,7 +108,7 @@ class WGradTask:
         return self._arithmetic if isinstance(self._arithmetic, int) else self._arithmetic(self.tensors)
 
     @property
-    def has_hooks(self) -> bool:
+    def _has_hooks(self) -> bool:
         """True when the gradients must go through autograd's accumulation, because hooks wait for them there."""
         if self.ddp_managed:
             return True

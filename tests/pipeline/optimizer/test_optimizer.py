@@ -296,7 +296,7 @@ def test_nothing_is_copied_that_no_step_needs() -> None:
             sgd = torch.optim.SGD([weight], lr=0.1)
             optimizer = Optimizer(sgd, transport, max_norm=max_norm, timeout=20)
             optimizer.step()
-            held.append(len(optimizer.boundary.pending.gradients) if optimizer.pending else 0)
+            held.append(len(optimizer._boundary.pending.gradients) if optimizer._boundary.pending else 0)
             optimizer.validate()
         return tuple(held)
 

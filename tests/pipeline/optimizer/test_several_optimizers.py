@@ -88,7 +88,7 @@ def test_a_rank_waits_where_one_optimizer_has_no_undo(caplog: pytest.LogCaptureF
         optimizer = Optimizer(pairs, transport, undo="inverse", timeout=20)
         give_gradients(optimizer, 0.1)
         optimizer.step()
-        state = optimizer.boundary.state
+        state = optimizer._boundary.state
         optimizer.validate()
         return state, round(b[0].item(), 6)
 

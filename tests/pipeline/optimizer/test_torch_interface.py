@@ -156,7 +156,7 @@ def test_a_hook_may_change_weights() -> None:
         optimizer.register_step_post_hook(project(weights))
         weights[0].grad = torch.ones(2)
         optimizer.step()
-        assert optimizer.boundary.state != "early"
+        assert optimizer._boundary.state != "early"
         optimizer.validate()
         return weights[0].tolist()
 

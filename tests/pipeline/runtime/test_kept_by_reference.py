@@ -120,7 +120,7 @@ def test_what_changes_while_it_is_kept_is_told(rows: str, change: Any, where: st
 def test_values_that_w_reads_are_compared_in_two_steps_or_in_all(always: bool) -> None:
     module, data, compared = zbkern.convert(nn.Linear(4, 4)), torch.ones(4, 4), []
     with one_rank(module, schedule_of(PLAIN, microbatches=2), options=StepOptions(check_values=always)) as pipe:
-        pipe.queue.listeners.append(lambda tasks: compared.extend(task.sums is not None for task in tasks))
+        pipe.queue.listeners.append(lambda tasks: compared.extend(task._sums is not None for task in tasks))
         for _ in range(4):
             pipe.step(data, data)
     assert compared == [True] * 4 + [always] * 4
@@ -130,7 +130,7 @@ def test_values_are_compared_in_the_first_two_steps_in_which_w_waits() -> None:
     """Steps before have a schedule in which none does."""
     module, data, compared = zbkern.convert(nn.Linear(4, 4)), torch.ones(4, 4), []
     with one_rank(module, schedules.gpipe(1, 2)) as pipe:
-        pipe.queue.listeners.append(lambda tasks: compared.extend(task.sums is not None for task in tasks))
+        pipe.queue.listeners.append(lambda tasks: compared.extend(task._sums is not None for task in tasks))
         for _ in range(3):
             pipe.step(data, data)
         compared.clear()

@@ -34,7 +34,7 @@ def test_half_blocks_are_numbered_as_cut_numbers_them() -> None:
     """A plan too, which has the first layer of every chunk so."""
     halves = [block(f"block.{n}{end}", 0.5) for n in range(3) for end in (":attention", ":mlp")]
     costs = ModelCosts((block("embedding", 0.5), *halves, block("head", 2.0)))
-    assert costs.partition_of(range(8)) == (0, 1, 1.5, 2, 2.5, 3, 3.5, 4)
+    assert costs._partition_of(range(8)) == (0, 1, 1.5, 2, 2.5, 3, 3.5, 4)
     assert costs.chunk_costs([0, 2.5]).forward == (2.0, 3.5)
     assert costs.chunk_costs([0, 1, 3.5]).static == (10.0, 50.0, 20.0)
     with pytest.raises(ValueError, match=r"first layer of every chunk of 8 layers, .*; got \[0, 4\.5\]"):

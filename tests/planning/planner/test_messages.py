@@ -76,12 +76,12 @@ def test_a_plan_fits_with_its_messages(stages: int, chunks: int, placement: str,
         assert not any(exceeds(peak, limit) for peak in found.peak_memory)
         assert found.peak_memory == pytest.approx(simulate(found.schedule, costs).peak_memory)
         assert plan(replace(costs, message=0.0), *where, **how).bound <= found.bound * (1 + 1e-9)
-        assert found.bound <= found.reached * (1 + 1e-9)
+        assert found.bound <= found._reached * (1 + 1e-9)
         for name in schedules.NAMES:
             published = getattr(schedules, name)(stages, 3 * stages, slices=found.schedule.slices)
             timeline = simulate(published, costs) if published.placement == found.schedule.placement else None
             if timeline is not None and not any(exceeds(peak, limit) for peak in timeline.peak_memory):
-                assert found.reached <= timeline.cost * (1 + 1e-9), name
+                assert found._reached <= timeline.cost * (1 + 1e-9), name
 
 
 @compiled

@@ -41,7 +41,7 @@ class DeferredLogits:
         self.hidden, self.head, self.autocast, self.scale, self.softcap = hidden, head, autocast, scale, softcap
         self.slices = tuple(slices)  # lengths, each of which the head is computed for by itself
 
-    def in_slices(self, slices: Sequence[int]) -> DeferredLogits:
+    def _in_slices(self, slices: Sequence[int]) -> DeferredLogits:
         """The same computed in slices of these lengths, to the bits that a loss of each slice has of its tokens."""
         return DeferredLogits(self.hidden, self.head, self.autocast, self.scale, self.softcap, slices)
 

@@ -140,16 +140,16 @@ class per_sequence:
     order of the values. Raises ValueError for outputs of which none is of the tokens of a pack.
     """
 
-    takes_packs = True
+    _takes_packs = True
 
     def __init__(self, loss_fn: Callable[[Any, Any], Tensor]) -> None:
         self.loss_fn = loss_fn
         self.takes_deferred_logits = getattr(loss_fn, "takes_deferred_logits", False)
 
     def __call__(self, output: Any, targets: SequenceTargets) -> Tensor:
-        return torch.stack([loss for _, loss in self.of_each(output, targets)]).sum() * targets.weight
+        return torch.stack([loss for _, loss in self._of_each(output, targets)]).sum() * targets.weight
 
-    def of_each(self, output: Any, targets: SequenceTargets) -> list[tuple[int, Any]]:
+    def _of_each(self, output: Any, targets: SequenceTargets) -> list[tuple[int, Any]]:
         """(number, what loss_fn returns) of each sequence of a row."""
         if not isinstance(targets, SequenceTargets):
             raise TypeError(

@@ -35,7 +35,7 @@ class _Limit(NamedTuple):
     def differs_in_slices(self, carry: Any) -> bool:
         """Whether a slice, or an earlier one of its sequence, is computed in another way than all of it."""
         if self.kind == "longrope":
-            return not (self.is_told and carry.length) and carry.place[0][1] <= self.tokens < carry.end
+            return not (self.is_told and carry.length) and carry._place[0][1] <= self.tokens < carry.end
         return max(carry.length or 0, carry.end) > self.tokens
 
 

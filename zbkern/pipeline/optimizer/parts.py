@@ -191,7 +191,7 @@ def check_unique(parts: Iterable[Part]) -> None:
 
 
 def _check(optimizer: Any, master_weights: bool) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "boundary"):
+    if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_boundary"):
         raise TypeError(
             "Optimizer: optimizer must be a torch.optim.Optimizer, not one within an Optimizer already; got "
             f"{type(optimizer).__name__}; several go into a list, of them or of pairs (torch optimizer, max_norm)"

@@ -129,16 +129,16 @@ class Optimizer(torch.optim.Optimizer):
             for name in _REGISTER:
                 setattr(self, name, getattr(self.optimizers[0 if "_pre_" in name else -1], name))
             self.adaptive = adaptive
-            self.timeout = timeout if timeout is not None else 1800.0 if calls is None else calls.timeout
+            self._timeout = timeout if timeout is not None else 1800.0 if calls is None else calls.timeout
             self.last_norm: float | None = None
             self.last_norms: list[float] = []
             self._away: list[tuple[Tensor, torch.device]] = []  # with the device where each belongs
             self.undone = self.clipped = self.skipped = 0
-            self.device = next((p.device for p in parameters(self)), torch.device("cpu"))
+            self._device = next((p.device for p in parameters(self)), torch.device("cpu"))
             candidates = [*self._model_parameters(), *getattr(pipe, "tied", {}).values()]
             shared = tied_names(candidates, tied)
             self._has_masters, self._undo = master_weights, undo
-        transport = connect(pipe, self.device) if calls is None else calls.transport
+        transport = connect(pipe, self._device) if calls is None else calls.transport
         self._owned = transport if calls is None and transport is not pipe else None
         self._cautious = False
         self._writes_gradients: bool | None = None  # whether a torch optimizer does, once a step has shown it
@@ -148,10 +148,10 @@ class Optimizer(torch.optim.Optimizer):
             places = {id(p): place for place, part in enumerate(self._parts) for p in part.model_parameters()}
             copies = {name: places.get(key) for key, name in shared.items()}
             clipping: Any = [[p.name, limits[p.norm]] for p in self._parts] if len(limits) > 1 else limits[0]
-            chain = NormChain(transport, ranks, cut, copies, clipping, self.timeout)
-            self._norms = StepNorms(chain, self._parts, limits, shared, self.device)
-            self.boundary = StepBoundary(joint=False) if calls is None else calls.boundary
-            self.boundary.take(self, chain, self._model_parameters())
+            chain = NormChain(transport, ranks, cut, copies, clipping, self._timeout)
+            self._norms = StepNorms(chain, self._parts, limits, shared, self._device)
+            self._boundary = StepBoundary(joint=False) if calls is None else calls.boundary
+            self._boundary.take(self, chain, self._model_parameters())
             if calls is not None:
                 self._warn_of_missing(calls.modules.values())
 
@@ -173,7 +173,7 @@ class Optimizer(torch.optim.Optimizer):
         return states[0] if len(states) == 1 else {key: state for each in states for key, state in each.items()}
 
     @property
-    def holders(self) -> list[Any]:
+    def _holders(self) -> list[Any]:
         """The torch optimizers that have the states: of wrapped ones, those inside."""
         return [part.holder for part in self._parts]
 
@@ -195,9 +195,9 @@ class Optimizer(torch.optim.Optimizer):
         with torch._C.DisableTorchFunction():  # a gradient is no weight, and thousands are looked at
             if not set_to_none:
                 gradients = [p.grad for p in self._model_parameters() if p.grad is not None]
-                if self.boundary.pending is not None:
-                    with self.boundary.failing_together():
-                        self.boundary.pending.copy_gradients(gradients)
+                if self._boundary.pending is not None:
+                    with self._boundary.failing_together():
+                        self._boundary.pending.copy_gradients(gradients)
                 for gradient in gradients:
                     gradient.zero_()
             for parameter in self._model_parameters():
@@ -220,14 +220,14 @@ class Optimizer(torch.optim.Optimizer):
             )
         if closure is not None and not callable(closure):
             raise TypeError(f"Optimizer.step: closure must be callable, or None; got {closure!r}")
-        self.boundary.check_open()
+        self._boundary.check_open()
         self.validate()
         self.reload_states()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        boundary = self.boundary
+        boundary = self._boundary
         for optimizer in self.optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn of a late step
         with boundary.failing_together():
@@ -265,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
         Pipelines of these parameters call this in time; so do the next `step`, `weights`, and what reads weights in the
         thread of `step`. A rank may do so alone, once all have called `step`.
         """
-        self.boundary.validate()
+        self._boundary.validate()
 
     def weights(self) -> list[Tensor]:
         """This rank's parameters of the model, as the last step leaves them for good, in the torch optimizers' order.
@@ -295,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
         held = tensors_in([states, [master for _, master in self.masters], [*map(main_grad_of, parameters)]])
         held = [tensor for tensor in held if not is_view(tensor)] + tensors_in([p.grad for p in parameters])
         self._away = move_({id(tensor): tensor for tensor in held}.values(), torch.device(device))
-        if self.device.type == "cuda":
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reload_states(self) -> None:
@@ -303,11 +303,6 @@ class Optimizer(torch.optim.Optimizer):
         for tensor, device in self._away:
             move_([tensor], device)
         self._away = []
-
-    @property
-    def pending(self) -> bool:
-        """True until the last step is validated."""
-        return self.boundary.pending is not None
 
     def add_param_group(self, param_group: dict[str, Any], place: int | None = None) -> None:
         """As the torch optimizer's; validates the last step first. Other ranks call this or `validate`.
@@ -355,8 +350,8 @@ class Optimizer(torch.optim.Optimizer):
         pairs = [*zip(self._parts, states, strict=True)]
         for part, each in pairs:
             part.check_state(each)
-        if self.boundary.state == "broken":  # everything is loaded after a failure
-            self.boundary.forget()
+        if self._boundary.state == "broken":  # everything is loaded after a failure
+            self._boundary.forget()
         self.validate()
         for part, each in pairs:
             part.load_state_dict(each)
@@ -397,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
         norms, factors = self._norms.of(total)
         return all(map(math.isfinite, norms)) and min(factors) == 1
 
-    def conclude(self, step: PendingStep, total: Tensor) -> bool:
+    def _conclude(self, step: PendingStep, total: Tensor) -> bool:
         """Keeps, clips or skips a step, given the sums of squares of all ranks; whether forwards before it are void."""
         self.last_norms, factors = self._norms.of(total)
         self.last_norm = math.sqrt(total.sum().item())
@@ -417,7 +412,7 @@ class Optimizer(torch.optim.Optimizer):
                     part.update()
                 after = hyperparameters(self)
         names = (part.name for part in self._parts for _ in part.optimizer.param_groups)
-        is_compared = self.boundary.steps < COMPARED
+        is_compared = self._boundary.steps < COMPARED
         self._norms.settings = settings_of_step(names, step.before, after) if is_compared else {}
         self.skipped += not finite
         self.clipped += finite and not good

@@ -94,8 +94,8 @@ class StepBoundary:
     def free(self) -> None:
         """Parts from the optimizer, if there is one, which goes on without a Pipeline."""
         if self.optimizer is not None:
-            self.optimizer.boundary = StepBoundary(joint=False)
-            self.optimizer.boundary.take(self.optimizer, self.chain, self.optimizer.weights())
+            self.optimizer._boundary = StepBoundary(joint=False)
+            self.optimizer._boundary.take(self.optimizer, self.chain, self.optimizer.weights())
         self.optimizer = self.chain = self.pending = None
         self.steps = self._concluded = 0
 
@@ -160,7 +160,7 @@ class StepBoundary:
     def conclude(self, total: Tensor) -> None:
         """Ends the pending step, given the sum of squares of all ranks."""
         step, self.pending, self._total = self.pending, None, total
-        self.changed = self.optimizer.conclude(step, total)
+        self.changed = self.optimizer._conclude(step, total)
         self._concluded = self.steps
 
     def forget(self) -> None:
@@ -191,7 +191,7 @@ class StepBoundary:
                     "checkpoint, or start again where there is none yet"
                 )
             if self.pending is not None:
-                self.conclude(torch.tensor(known[0], dtype=torch.float64, device=self.optimizer.device))
+                self.conclude(torch.tensor(known[0], dtype=torch.float64, device=self.optimizer._device))
             self.steps = self._concluded = newest
         self._is_broken = False
 

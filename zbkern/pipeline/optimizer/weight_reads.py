@@ -70,7 +70,7 @@ def watch(boundary: Any) -> bool:
             return False
         reads.__enter__()
         reads.is_on = True
-    optimizers = [each for each in boundary.optimizer.holders if not hasattr(type(each), "state")]  # watched already
+    optimizers = [each for each in boundary.optimizer._holders if not hasattr(type(each), "state")]  # watched already
     for each in optimizers:
         kind: Any = type(each)
         each.__class__ = _watched(kind)

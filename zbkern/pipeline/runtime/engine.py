@@ -184,7 +184,7 @@ class Pipeline:
         One that was made with a Pipeline belongs to all Pipelines of the same modules already. Raises ValueError where
         these modules have another one, TypeError for what is none.
         """
-        boundary = getattr(optimizer, "boundary", None)
+        boundary = getattr(optimizer, "_boundary", None)
         if not isinstance(boundary, StepBoundary):
             raise TypeError(
                 f"Pipeline.attach: optimizer must be a zbkern.pipeline.Optimizer; got {type(optimizer).__name__}"

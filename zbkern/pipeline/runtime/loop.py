@@ -210,15 +210,15 @@ class Loop:
                 return []
             leaves, structure = put_together(self._parts)
             outputs = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure)
-            if self.stages[self._last].adds_up and hasattr(outputs, "in_slices"):  # as the loss of each slice has them
-                outputs = outputs.in_slices([length for length, _ in self._parts])
+            if self.stages[self._last].adds_up and hasattr(outputs, "_in_slices"):  # as the loss of each slice has them
+                outputs = outputs._in_slices([length for length, _ in self._parts])
             self._parts = []
         target = self._batch[microbatch].target
         if target is None:
             return [(microbatch, outputs)]
         loss_fn = self.stages[self._last].loss_fn
         assert loss_fn is not None
-        of_each = getattr(loss_fn, "of_each", None)  # of the sequences of a pack
+        of_each = getattr(loss_fn, "_of_each", None)  # of the sequences of a pack
         return [(microbatch, loss_fn(outputs, target.value))] if of_each is None else of_each(outputs, target.value)
 
     def _backward(self, action: Action) -> None:

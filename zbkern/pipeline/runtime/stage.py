@@ -102,7 +102,7 @@ class Stage:
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
         share = self._shares[microbatch]
         if carry is not None:
-            share = Share(share.whole, *carry.place)
+            share = Share(share.whole, *carry._place)
         scope = self._scope(microbatch)  # layers then know whether their W will wait
         with self.queue.defer(scope), self.losses.during(microbatch, share):
             self.queue._in_slice = carry is not None

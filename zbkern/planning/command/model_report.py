@@ -58,7 +58,7 @@ def figures(question: Question, found: Plan, setting: Setting) -> Iterator[tuple
 
 def cut(plan: Plan, costs: ModelCosts, which: str = "") -> Iterator[tuple[str, str]]:
     """How many layers every chunk has, and what `zbkern.pipeline.cut` takes for it; which: what counts as a layer."""
-    starts, last = list(plan.partition or ()), costs.partition_of([-1])[0]
+    starts, last = list(plan.partition or ()), costs._partition_of([-1])[0]
     sizes = [end - start for start, end in pairwise([*starts, int(last) + 1])]
     yield "cut", f"{' '.join(map(number, sizes))} layers by chunk{which}"
     yield "cut", f"partition={starts}"

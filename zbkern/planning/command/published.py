@@ -45,7 +45,7 @@ def on_best_cut(schedule: Schedule, costs: ModelCosts, limit: float | None) -> T
     balanced = balanced_partitions(costs, schedule.placement, microbatches, limits)
     even = even_partitions(len(costs.layers), len(schedule.placement))
     cuts = [
-        costs.chunk_costs(costs.partition_of(each), schedule.placement) for each in dict.fromkeys([*balanced, *even])
+        costs.chunk_costs(costs._partition_of(each), schedule.placement) for each in dict.fromkeys([*balanced, *even])
     ]
     orders, tried = ordering_of(schedule), []
     for cut in cuts:

@@ -87,7 +87,7 @@ class CommonCosts(JsonFile):
         if self.speeds is not None:
             object.__setattr__(self, "speeds", checked_speeds(owner, self.speeds))
 
-    def at_speeds(self, ranks: int) -> Self:
+    def _at_speeds(self, ranks: int) -> Self:
         """For so many ranks: without speeds that are of another number."""
         return self if self.speeds is None or len(self.speeds) == ranks else replace(self, speeds=None)
 

@@ -22,7 +22,7 @@ class LayerCosts:
     """One layer: times and memory of one microbatch, as in `Costs`, and what the layer holds and passes on.
 
     Args:
-        held: as much as the activation where it is not given.
+        held: as much as the activation where it is not given. split_overhead, merge_saving: as in `Costs`.
         output: memory of what it passes to the next layer (its gradient is as large).
         static: memory of its model states: weights, gradients and optimizer states.
         tied: layers of the same name here share weights, an embedding and the head that is its transpose: a rank with
@@ -81,8 +81,8 @@ class ModelCosts(CommonCosts):
     latency is in the unit of the layers' times, bandwidth in their memory per their time: those of the slowest link.
     forward_overhead: what every forward of a chunk takes besides its layers (masks, rotary embeddings), a time, too.
     pass_overhead: what every F, B and W of a chunk takes besides (launches, the engine), and a fused backward once.
-    tokens, speeds, the units, and the bandwidths, copy_slowdown and copy_size that schedules with offloading need, are
-    as in `Costs`.
+    tokens, speeds, time_unit and memory_unit, and what schedules with offloading need (offload_bandwidth,
+    reload_bandwidth, copy_slowdown, copy_size), are as in `Costs`.
 
     Raises TypeError or ValueError for numbers that `Costs` would not take.
     """
@@ -111,7 +111,7 @@ class ModelCosts(CommonCosts):
         if self.bandwidth == 0:
             raise ValueError("ModelCosts: bandwidth must be above 0, inf for no limit; got 0")
 
-    def partition_of(self, firsts: Sequence[int]) -> tuple[float, ...]:
+    def _partition_of(self, firsts: Sequence[int]) -> tuple[float, ...]:
         """What `cut` takes for chunks that begin with layers at these places in `layers`: 4.5 is the second half of a
         block that is two layers here, named as `layers_of(model, halves=True)` names them."""
         numbers = numbers_of(layer.name for layer in self.layers)
@@ -120,11 +120,11 @@ class ModelCosts(CommonCosts):
     def chunk_costs(self, partition: Sequence[float], placement: Sequence[int] | None = None) -> Costs:
         """The costs of the chunks that begin with these layers.
 
-        partition: the first layer of every chunk in model order, as `cut` takes it (`partition_of`). placement:
+        partition: the first layer of every chunk in model order, as `cut` takes it. placement:
         the rank of every chunk, by default each on its own; what tied layers share is in their rank's first chunk.
         Raises ValueError for another partition or placement.
         """
-        numbers, count = self.partition_of(range(len(self.layers))), len(self.layers)
+        numbers, count = self._partition_of(range(len(self.layers))), len(self.layers)
         starts = [numbers.index(each) if each in numbers else -1 for each in partition]
         if starts[:1] != [0] or any(a >= b for a, b in pairwise([*starts, count])):
             raise ValueError(
@@ -150,7 +150,7 @@ class ModelCosts(CommonCosts):
             static=self._static(chunks, ranks),
             **common,
         )
-        return found.at_speeds(max(ranks) + 1)
+        return found._at_speeds(max(ranks) + 1)
 
     def _of_recomputation(self, chunks: Sequence[Sequence[LayerCosts]]) -> dict[str, Any]:
         if self.layers[0].checkpoint is None:

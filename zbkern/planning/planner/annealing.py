@@ -86,7 +86,7 @@ def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     """What `simulate` finds of these orders, by the compiled core: whole microbatches alone."""
     rows: Rows = native.core.grouped(orders.rows, orders.fused)
     actions = actions_of(rows, orders.fused, problem.order_of_backward)
-    schedule = Schedule(actions, problem.placement, problem.microbatches, name).proven()
+    schedule = Schedule(actions, problem.placement, problem.microbatches, name)._proven()
     costs = problem.flat.given
     events = events_of(actions, native.core.timed(problem, rows, orders.fused))
     _, peaks = native.core.measure(problem, rows, orders.fused)

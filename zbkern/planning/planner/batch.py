@@ -152,7 +152,7 @@ def _searched(request: BatchRequest, lengths: Sequence[int], flat: FlatCosts) ->
     order = [end - 1 - slice for end, cut in ends for slice in range(len(cut))]  # of the units' B
     actions = actions_of(found.rows, found.fused, order)
     beside = tuple(map(tuple, found.beside)) if any(found.beside) else ()
-    schedule = Schedule(actions, owners, len(cuts), "plan-batch", own_slices=cuts, beside=beside).proven()
+    schedule = Schedule(actions, owners, len(cuts), "plan-batch", own_slices=cuts, beside=beside)._proven()
     static = flat_costs(costs, schedule).static
     peaks = (own + peak / problem.memory_scale for own, peak in zip(static, found.peaks, strict=True))
     events, unit = events_of(actions, found.times), costs.time_unit or ""

@@ -94,7 +94,7 @@ class Candidates:
             slowness = slowness_of(model, self._request.stages)
             times = ((microbatches * busiest(work, each, owners, slowness), each) for each in {*found})
             for least, starts in sorted(times):
-                partition = model.partition_of(starts)
+                partition = model._partition_of(starts)
                 yield least, partition, model.chunk_costs(partition, owners)
 
     def _placements(self, slices: int) -> Iterator[tuple[str, tuple[int, ...]]]:

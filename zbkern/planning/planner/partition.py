@@ -45,7 +45,7 @@ def busiest(
 
 def slowness_of(model: ModelCosts, ranks: int) -> list[float]:
     """The time that each rank takes for one of work."""
-    return [1 / speed for speed in model.at_speeds(ranks).speeds or [1.0] * ranks]
+    return [1 / speed for speed in model._at_speeds(ranks).speeds or [1.0] * ranks]
 
 
 def even_partitions(layers: int, chunks: int) -> list[Partition]:
@@ -103,7 +103,7 @@ def _balanced(
         shares = ([int(share * most) for most in problem.in_flight] for share in _IN_FLIGHT)
         smaller = (_annealed(problem._replace(in_flight=each, even=even), found[0], hot) for each in shares)
         found += takewhile(bool, smaller)  # what fits does so for fewer microbatches, too
-    numbers = model.partition_of(range(len(model.layers)))
+    numbers = model._partition_of(range(len(model.layers)))
     blocks = [layer for layer, number in enumerate(numbers) if number % 1 == 0]
     if len(placement) <= len(blocks) < len(numbers):
         whole = _balanced(_joined(model, blocks), placement, microbatches, limits)

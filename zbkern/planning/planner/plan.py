@@ -80,7 +80,7 @@ class Plan:
         return self.timeline.bubble_rate
 
     @cached_property
-    def reached(self) -> float:
+    def _reached(self) -> float:
         """The objective."""
         found: float = getattr(self.timeline, self.objective)
         return found
@@ -88,13 +88,13 @@ class Plan:
     @cached_property
     def lower_bound(self) -> float:
         """The share of the ranks' time that is idle where the objective is at its bound."""
-        least = min(self.bound, self.reached)
+        least = min(self.bound, self._reached)
         return max(0.0, 1.0 - sum(self.timeline.busy) / (self.schedule.ranks * least)) if least > 0 else 0.0
 
     @property
     def optimal(self) -> bool:
         """Whether it is proven that no order is better."""
-        return self.reached - min(self.bound, self.reached) <= ROUNDING * self.reached
+        return self._reached - min(self.bound, self._reached) <= ROUNDING * self._reached
 
     @cached_property
     def idle(self) -> IdleTime:
@@ -205,7 +205,7 @@ def _searched(request: PlanRequest) -> Plan:
             refused.append(error)
     if not plans:
         raise refused[0]
-    return min(plans, key=lambda each: each.reached)
+    return min(plans, key=lambda each: each._reached)
 
 
 def _best_numbers(request: PlanRequest) -> list[int]:
@@ -243,7 +243,7 @@ def _searched_slices(request: PlanRequest) -> Plan:
             except ScheduleError:
                 found = _one_by_one(found, request)
         fitting.append(found)
-    best = min(fitting, key=lambda each: each.reached)
+    best = min(fitting, key=lambda each: each._reached)
     return _or_published(best, request) if request.ahead else best
 
 
@@ -345,16 +345,16 @@ def _saving(request: PlanRequest, limits: Sequence[float], plans: Sequence[Plan]
     as_they_are = [  # what is saved has no passes beside each other
         plan for plan in plans if plan.schedule.beside and not any(map(exceeds, plan.timeline.peak_memory, limits))
     ]
-    best = min(as_they_are, key=lambda plan: plan.reached, default=None)
+    best = min(as_they_are, key=lambda plan: plan._reached, default=None)
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
-        if best is not None and getattr(timeline, objective) >= best.reached:
+        if best is not None and getattr(timeline, objective) >= best._reached:
             break
         try:
             fitted = fit(timeline.schedule, plan.costs, limits, **added, objective=objective)
         except ScheduleError as error:
             errors.append(error)
             continue
-        if best is None or getattr(fitted, objective) < best.reached:
+        if best is None or getattr(fitted, objective) < best._reached:
             best = replace(plan, timeline=fitted)
     if best is None:
         raise ScheduleError(f"{errors[-1]}; without, {errors[0]}")

@@ -83,7 +83,7 @@ class Request:
             got = type(self.costs).__name__
             raise TypeError(f"{self.function}: costs must be a zbkern.pipeline.Costs or ModelCosts; got {got}")
         schedules.check_counts(self.function, self.stages, 1, 1 if self.chunks is None else self.chunks)
-        object.__setattr__(self, "costs", self.costs.at_speeds(self.stages))
+        object.__setattr__(self, "costs", self.costs._at_speeds(self.stages))
         if isinstance(self.costs, Costs) or None not in (self.placement, self.chunks_told):
             self.placed(self.chunks_per_rank)
         _ = self.limits

@@ -197,10 +197,10 @@ class Ledger:
         What is left are W with hooks, which may have to run together, and have waited for all loads.
         """
         while waiting := [task for task in self._queue.tasks() if task.key in keys]:
-            if waiting[0].has_hooks:
+            if waiting[0]._has_hooks:
                 break
             for task in waiting:
-                if task.weight == waiting[0].weight:
+                if task._weight == waiting[0]._weight:
                     self._arrive(task)
             self._queue.run_one(keys)
         for key in keys:

@@ -72,13 +72,13 @@ class Carry:
         return self._index + 1 == len(self._sequence.slices)
 
     @property
-    def total(self) -> int:
+    def _total(self) -> int:
         """The tokens of the sequence in proportion to the first slice, once that has begun; a few less than it has."""
         slices, starts = self._sequence.slices, self._sequence.starts
         return starts[1] * sum(slices) // slices[0]
 
     @property
-    def place(self) -> tuple[Sequence[int], int]:
+    def _place(self) -> tuple[Sequence[int], int]:
         """The first tokens of the slices that have begun, with the end of the last, and which of them this one is."""
         return self._sequence.starts, self._index
 
@@ -124,7 +124,7 @@ class Carry:
             leaf = tensor.detach().requires_grad_(tensor.requires_grad)
             self._sequence.states[key, self._index] = tensor, leaf
 
-    def end_forward(self) -> None:
+    def _end_forward(self) -> None:
         """Marks the end of the slice's forward: later calls are those of a forward that runs again."""
         self._calls = None
 
@@ -231,7 +231,7 @@ class Carries:
     def end_forward(self, microbatch: int, side: Mapping[str, Any]) -> None:
         """After the forward of a slice. Without gradients to come the sequence is over with its last one."""
         if "carry" in side:
-            side["carry"].end_forward()
+            side["carry"]._end_forward()
         if not torch.is_grad_enabled() and self._units[microbatch].is_last:
             self._sequences.pop(self._units[microbatch].microbatch, None)
 

@@ -328,7 +328,7 @@ class Comparison:
     def _share(self, length: int, carry: Any) -> Share:
         if self._case.parts is not None:
             return Share(0.0)  # a loss that is added is that of a row, whatever is packed into it
-        return Share(1.0, *(() if carry is None else carry.place))
+        return Share(1.0, *(() if carry is None else carry._place))
 
     def _cotangents(self, outputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor | None]]:
         """The gradients that begin the backwards: random ones of tokens that count; of what all tokens share the same

@@ -68,7 +68,7 @@ class Probes:
         if carry is None and positions is None and not has_ends:
             return
         tokens = length_of(inputs, plain) or 0
-        call = Call(inputs, plain, tokens, tokens if carry is None else carry.total)
+        call = Call(inputs, plain, tokens, tokens if carry is None else carry._total)
         refused = self._refused("packs", run, call, _difference_of_packs) if has_ends or positions is not None else None
         # positions that begin anew tell of packs, and may come in any later row
         if refused is not None and (has_ends or _begin_anew(positions, carry)):

@@ -83,7 +83,7 @@ def tells_ends(side: Mapping[str, Any]) -> bool:
 
 def check_takes_packs(call: str, loss_fn: Any) -> None:
     """Raises ValueError for a loss to which packed sequences would be one."""
-    if not adds_up(loss_fn) and not getattr(loss_fn, "takes_packs", False):
+    if not adds_up(loss_fn) and not getattr(loss_fn, "_takes_packs", False):
         raise ValueError(
             f"Pipeline.{call}: loss_fn must say that it takes packs of sequences, which a loss of whole rows takes for "
             "one: give per_sequence(loss_fn) with sequence_targets, or set loss_fn.reduction to 'sum' where the loss "
