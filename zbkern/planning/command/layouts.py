@@ -219,7 +219,8 @@ def estimate(layout: Layout) -> tuple[float, Layout] | None:
     whole = fits(costs, stages, limit)
     if not whole and not fits(costs, stages, limit, saves=True):
         return None
-    room = limit - least_need(costs, stages).static
+    least = least_need(costs, stages)
+    room = limit - least.static - least.message
     needed = sum(layer.activation for layer in costs.layers) * min(1.0, microbatches / stages)
     missing = max(0.0, 1 - room / needed)
     work = least_work(without_network(costs), stages)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from zbkern.planning.costs.layers import LayerCosts, ModelCosts
@@ -39,10 +38,10 @@ def least_need(costs: ModelCosts, stages: int) -> Need:
 
     More chunks per rank need as much, except for tied weights, and where activations are offloaded or recomputed.
     """
-    low, high = _largest(costs), sum(layer.static + layer.activation for layer in costs.layers)
+    low, high = 0.0, 2.0 * sum(layer.static + layer.activation for layer in costs.layers)
     for _ in range(_ROUNDS):
         middle = (low + high) / 2
-        low, high = (low, middle) if len(_packed(costs, middle)) <= stages else (middle, high)
+        low, high = (low, middle) if _are_enough(costs, stages, middle) else (middle, high)
     return max(_packed(costs, high), key=lambda need: need.total)
 
 
@@ -98,27 +97,36 @@ def fits(costs: ModelCosts, stages: int, limit: float, saves: bool = False) -> b
         chunks = max(1, min(SAVING_CHUNKS, len(costs.layers) // stages))
         thinner = [replace(layer, activation=layer.activation / chunks) for layer in costs.layers]
         costs = replace(costs, layers=tuple(thinner))
-    return _largest(costs) <= limit and len(_packed(costs, limit)) <= stages
-
-
-def _largest(costs: ModelCosts) -> float:
-    return max(layer.static + layer.activation for layer in costs.layers)
+    return _are_enough(costs, stages, limit)
 
 
 def _packed(costs: ModelCosts, most: float) -> list[Need]:
-    """Needs of chunks that are filled up to `most`, at least the need of the largest layer, one after another."""
-    chunks = [Need(0.0, 0.0)]
-    sent = [0.0]  # by each chunk to the next
-    shared: dict[str | None, float] = {}  # what the chunk already holds of tied layers
-    for layer in costs.layers:
-        before = 0.0 if layer.tied is None else shared.get(layer.tied, 0.0)
-        static = max(0.0, layer.static - before)
-        grown = Need(chunks[-1].static + static, chunks[-1].activation + layer.activation)
-        if grown.total > most and chunks[-1].total:
-            grown, before, shared = Need(layer.static, layer.activation), 0.0, {}
-            chunks.append(grown)
-            sent.append(0.0)
-        chunks[-1], sent[-1] = grown, layer.output
-        shared[layer.tied] = max(before, layer.static)
-    at_edges = [0.0, *sent[:-1], 0.0]
-    return [need._replace(message=max(pair)) for need, pair in zip(chunks, pairwise(at_edges), strict=True)]
+    """Needs of chunks one after another, each with as many layers as fit into `most`, and with one at least.
+
+    Where all outputs are alike, as in a transformer, no cut into chunks that fit has fewer.
+    """
+    layers, chunks, received = costs.layers, list[Need](), 0.0
+    begin, end = 0, 0
+    while end < len(layers):
+        static = activation = 0.0
+        shared: dict[str | None, float] = {}  # what the chunk already holds of tied layers
+        for place, layer in enumerate(layers[begin:], begin + 1):
+            before = 0.0 if layer.tied is None else shared.get(layer.tied, 0.0)
+            shared[layer.tied] = max(before, layer.static)
+            static += max(0.0, layer.static - before)
+            activation += layer.activation
+            if static + activation > most and end > begin:
+                break
+            sent = layer.output if place < len(layers) else 0.0
+            need = Need(static, activation, max(received, sent))
+            if end == begin or need.total <= most:
+                found, end = need, place
+        chunks.append(found)
+        begin, received = end, layers[end - 1].output
+    return chunks
+
+
+def _are_enough(costs: ModelCosts, stages: int, most: float) -> bool:
+    """Whether so many stages hold the model, each at most `most`."""
+    needs = _packed(costs, most)
+    return len(needs) <= stages and all(need.total <= most for need in needs)
