@@ -221,7 +221,6 @@ class DistributedTransport(Transport):
             stream = torch.cuda.current_stream(self.device)
             for tensor in tensors_in(message):
                 tensor.record_stream(stream)
-            self.check_received()
 
     def _watch(self, peer: int, tag: Tag | Note, works: Sequence[dist.Work], timeout: float | None) -> None:
         self._watched.put((peer, tag, works, timeout))
