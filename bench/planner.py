@@ -1,13 +1,9 @@
 """The planner beside published figures: bubble rates of the published search and of ours, the lower bound, and time.
 
-    python -m bench.planner [one] [v] [unit] [zigzag] [scale]     (default: all, which takes an hour)
-    python -m bench.planner --without NAME ...                    (a mechanism, or all: an ablation)
+    python -m bench.planner [one] [v] [unit] [scale]     (default: all, which takes many minutes)
 
 Seconds are processor time of this process on one core, which other work on the machine changes little. Plans have
 plan's own effort, a number of rounds, unless --effort is given.
-
---without: 18 problems with all mechanisms of the search and without each that is named, in points of idle time more (or
-less, below 0); what gives less than 0.3 points nowhere has no place in the search.
 """
 
 from __future__ import annotations
@@ -16,14 +12,11 @@ import argparse
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from bench.report import add_out, write_json
 from zbkern.pipeline import Costs, PlanOptions, plan
-from zbkern.planning.planner import portfolio, search
 from zbkern.planning.planner.plan import EFFORT
 from zbkern.reporting import markdown_table
 
@@ -45,7 +38,7 @@ def one_chunk() -> Iterator[Cell]:
 
 
 def v_shape() -> Iterator[Cell]:
-    """Two chunks in a V: the data file's cells, its low-memory schedules, and the targets at p=8."""
+    """Two chunks in a V: the data file's cells, and its low-memory schedules."""
     for row in PROFILES["two_chunks"]:
         costs = _two_chunks(row)
         shape = (row["stages"], row["microbatches"], 2)
@@ -53,13 +46,6 @@ def v_shape() -> Iterator[Cell]:
             yield row["model"], costs, *shape, low["peak_chunks"] / 2 / row["stages"], low["bubble_rate"]
         for limit, published in row["bubble_rate_by_memory_limit"].items():
             yield row["model"], costs, *shape, float(limit), published["ZB-V"]
-    costs = Costs(92, 90, 46, 6, 0.5, 0.25)
-    for microbatches, limits in {
-        16: {0.5: 0.297, 0.75: 0.201, 1.0: 0.103, 1.5: 0.022},
-        24: {0.5: 0.249},
-    }.items():
-        for limit, target in limits.items():
-            yield "92, 90, 46", costs, 8, microbatches, 2, limit, target
 
 
 def unit() -> Iterator[Cell]:
@@ -70,81 +56,17 @@ def unit() -> Iterator[Cell]:
             yield "unit", costs, row["stages"], row["microbatches"], chunks, limit, row[name]
 
 
-def zigzag() -> Iterator[Cell]:
-    """Four chunks in a zigzag at p=8 and m=24, and two in a V to compare with."""
-    row = PROFILES["one_chunk"][0]
-    for chunks, targets in ((2, (0.138, 0.071, 0.015)), (4, (0.114, 0.034, 0.001))):
-        for limit, target in zip((0.5, 0.75), targets[:2], strict=True):
-            yield "unit", Costs(activation=1 / chunks, held=0.5 / chunks), 8, 24, chunks, limit, target
-        times = (row[name] / chunks for name in ("forward", "backward", "weight"))
-        costs = Costs(*times, row["communication"], 1 / chunks, row["held"] / row["activation"] / chunks)
-        yield row["model"], costs, 8, 24, chunks, 1.5, targets[2]
-
-
 def scale() -> Iterator[Cell]:
-    """Large problems: the first result; nothing published to compare with."""
-    for stages, microbatches in ((32, 256), (64, 1024)):
-        for chunks in (1, 2):
-            yield "unit", Costs(communication=0.1, activation=1 / chunks), stages, microbatches, chunks, 1.5, None
+    """Large problems, by the constructive answer (effort 0); nothing is published to compare with."""
+    for stages, microbatches, chunks in ((64, 512, 2), (64, 1024, 1), (64, 1024, 2), (128, 1024, 1), (128, 1024, 2)):
+        costs = Costs(communication=0.1, activation=1 / chunks, held=0.5 / chunks)
+        yield "unit", costs, stages, microbatches, chunks, 1.5, None
 
 
 def _two_chunks(row: dict[str, Any], times: int = 1) -> Costs:
     names = ("chunk_forward", "chunk_backward", "chunk_weight")
     passes = (times * row[name] for name in names)
     return Costs(*passes, row["communication"], times * row["chunk_activation"], times * row["chunk_held"])
-
-
-def ablated() -> Iterator[Cell]:
-    """Of one, two and four chunks per rank, in little memory and in plenty, small ones, and ones that may fuse."""
-    one = PROFILES["one_chunk"]
-    for row, limit in ((one[0], 1.25), (one[0], 1.5), (one[3], 1.0), (one[3], 1.5), (one[5], 2.0)):
-        costs = Costs(*(row[name] for name in ("forward", "backward", "weight", "communication", "activation", "held")))
-        yield row["model"], costs, row["stages"], row["microbatches"], 1, limit, 0.0
-    v = Costs(92, 90, 46, 6, 0.5, 0.25)
-    for microbatches, limit in ((16, 0.5), (16, 0.75), (16, 1.0), (16, 1.5), (24, 0.5)):
-        yield "92, 90, 46", v, 8, microbatches, 2, limit, 0.0
-    yield "92, 90, 46", v, 16, 48, 2, 1.25, 0.0
-    for limit in (0.5, 0.75):
-        yield "unit", Costs(activation=0.25, held=0.125), 8, 24, 4, limit, 0.0
-    yield "small", Costs(5, 11, 8, 2, 1 / 3, 0.4 / 3), 3, 4, 3, 0.6, 0.0
-    yield "unit", Costs(activation=0.25, held=0.125), 4, 12, 4, 0.6, 0.0
-    llama = Costs(1, 1.2, 0.9, 0.05, 0.5, 0.57, split_overhead=0.06, merge_saving=0.05)
-    for limit in (0.75, 1.25):
-        yield "held more than kept", llama, 8, 16, 2, limit, 0.0
-    yield "unequal", Costs((1, 1.1, 1, 1.4), 1, (1, 1.1, 1, 1.6)), 4, 12, 1, 1.5, 0.0
-
-
-def _nothing(*_: Any) -> None:
-    """In the place of a mechanism."""
-
-
-MECHANISMS: dict[str, tuple[Any, str, Any]] = {
-    "rules": (search, "best_tried_rules", lambda *_: []),
-    "refinement": (portfolio.Population, "_refined", _nothing),
-    "patterns": (portfolio, "is_v", lambda _: False),
-    "blocks": (portfolio.Population, "_block", _nothing),
-    "long annealing": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, long_chunks=10**6)),
-    "several coolings": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, coolings=((0.3, 3),))),
-    "hot in small problems": (portfolio, "SETTINGS", replace(portfolio.SETTINGS, small=0)),
-    "warm start": (portfolio, "warm_start", _nothing),
-    "cold end": (search.Search, "finish", _nothing),
-}
-
-
-def ablation(names: list[str], effort: int) -> str:
-    """A row per problem: idle time with all mechanisms, and how many points more without each."""
-    rows, cells = [], list(ablated())
-    for cell in cells:
-        model, _, stages, microbatches, chunks, limit, _ = cell
-        whole = measure(cell, effort)
-        row = [f"{model}, p {stages}, m {microbatches}, x{chunks}, {limit:g}", f"{whole['plan']:.2%}"]
-        for name in names:
-            with patch.object(*MECHANISMS[name]):
-                found = measure(cell, effort)
-            row.append(f"{100 * (found['plan'] - whole['plan']):+.2f}")
-        rows.append(row)
-        print(*row, sep=" | ", flush=True)
-    return markdown_table(["problem", "all", *names], rows)
 
 
 def measure(cell: Cell, effort: int) -> dict[str, Any]:
@@ -164,7 +86,7 @@ def measure(cell: Cell, effort: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-SECTIONS = {"one": one_chunk, "v": v_shape, "unit": unit, "zigzag": zigzag, "scale": scale}
+SECTIONS = {"one": one_chunk, "v": v_shape, "unit": unit, "scale": scale}
 
 
 def main() -> None:
@@ -174,24 +96,15 @@ def main() -> None:
     parser.add_argument("--effort", type=int, default=EFFORT, help="rounds of every plan (default: %(default)s)")
     parser.add_argument("--stages", type=int, help="only cells with this many stages")
     parser.add_argument("--microbatches", type=int, help="only cells with this many microbatches")
-    parser.add_argument(
-        "--without", nargs="+", choices=["all", *MECHANISMS], metavar="NAME", help=", ".join(MECHANISMS)
-    )
     add_out(parser)
-    parser.add_argument("--name", default="planner", help="of the JSON file there")
     options = parser.parse_args()
-    if options.without:
-        names = list(MECHANISMS) if "all" in options.without else options.without
-        print(ablation(names, options.effort))
-        return
-    figures: dict[str, list[dict[str, Any]]] = {}
     for section in options.sections or SECTIONS:
         print(f"\n{SECTIONS[section].__doc__}\n")
-        rows = figures[section] = []
+        rows: list[dict[str, Any]] = []
         for cell in SECTIONS[section]():
             if options.stages in (None, cell[2]) and options.microbatches in (None, cell[3]):
                 rows.append(measure(cell, options.effort))
-                write_json(options.name, figures, options.out)  # after every plan: all of them take an hour
+                write_json(f"planner_{section}", rows, options.out)  # after every plan: all take many minutes
         print(markdown_table(HEADER, [_line(row) for row in rows]), flush=True)
 
 
@@ -199,7 +112,7 @@ HEADER = ("model", "p", "m", "chunks", "limit", "published", "plan", "bound", "a
 
 
 def _line(row: dict[str, Any]) -> list[Any]:
-    published, rate = row["published"], round(row["plan"], 4)
+    published, rate = row["published"], abs(round(row["plan"], 4))  # not -0.0000
     if published is None:
         against = ""
     else:  # a target of three digits is met by what rounds to it

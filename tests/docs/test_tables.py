@@ -146,6 +146,55 @@ def test_the_demo() -> None:
     assert check_demo(tables(page("performance.md"), "schedule"), {}) == {row["name"] for row in results("demo")}
 
 
+def shown_in(cell: str, rate: float) -> bool:
+    """Whether a cell has this share, in as many digits as it has."""
+    digits = len(cell.rstrip("%").partition(".")[2])
+    return cell == f"{abs(rate):.{digits}%}"
+
+
+def test_plans_beside_a_published_search() -> None:
+    found = results("planner_one")
+    differences = [round(row["plan"], 4) - row["published"] for row in found]
+    better, equal = (sum(map(which, differences)) for which in (lambda d: d < -1e-9, lambda d: abs(d) < 1e-9))
+    proven = sum(row["optimal"] for row in found)
+    assert f"better in {better} and equal in {equal}, and {proven} are proven" in page("schedules.md").replace(
+        "\n", " "
+    )
+    for name in ("performance.md", "comparison.md"):
+        assert f"better in {better} of {len(found)}" in page(name).replace("\n", " ")
+    for model, microbatches, limit, *cells in tables(page("schedules.md"), "model", "m", "memory", "published search"):
+        of_row = {"model": model, "stages": 16, "microbatches": int(microbatches), "limit": float(limit)}
+        (row,) = (row for row in found if of_row.items() <= row.items())
+        assert all(map(shown_in, cells, (row["published"], row["plan"], row["lower_bound"]))), (cells, row)
+
+
+def test_plans_in_a_v() -> None:
+    found = {row["limit"]: row for row in results("planner_v")}
+    for limit, *cells in tables(page("schedules.md"), "memory", "published", "plan", "lower bound"):
+        row = found[float(limit.partition(" ")[0])]
+        assert all(map(shown_in, cells, (row["published"], row["plan"], row["lower_bound"]))), (cells, row)
+
+
+def test_offload_and_recomputation() -> None:
+    expected = []
+    for row in results("offload"):
+        chunks, copy, limit, *steps = row.values()
+        expected.append([f"{chunks}", f"{copy:g} F", f"{limit:g}", *(f"{step:.3f}" for step in steps)])
+    assert tables(page("offload.md"), "chunks", "a copy takes") == expected
+
+
+def test_ranks_that_sleep() -> None:
+    above = [measured / simulated - 1 for simulated, measured in results("sleeping_ranks").values()]
+    assert f"{100 * min(above):.1f} to {100 * max(above):.1f} % above the simulated" in page("performance.md")
+    assert len(above) == 13
+
+
+def test_every_file_of_figures_is_named_on_a_page() -> None:
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    files = [path.name for path in (ROOT / "bench" / "results").iterdir()]
+    assert [name for name in files if f"`bench/results/{name}`" not in pages] == []
+
+
 @pytest.mark.parametrize(
     ("table_of", "figures_of", "columns"),
     [
