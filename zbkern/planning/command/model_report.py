@@ -94,14 +94,15 @@ def assumptions(gpu: Hardware, width: int) -> str:
     """What programs get of a GPU, which no datasheet says; where the rest is told; and where the peaks are from."""
     corrected = f", then corrected by {gpu.calibration.source}" if gpu.calibration.source else ""
     kernel = f" ({gpu.attention})" if gpu.attention else ""
+    hidden = "none" if gpu.tensor_exposed_share == 1 else f"{1 - gpu.tensor_exposed_share:.0%} at most"
     text = (
         f"Computed from flops and bytes with shares fitted to published runs{corrected}, and not measured: programs "
         f"get {gpu.matmul_share:.0%} of the GPU's peak in W's large products, "
         f"{gpu.matmul_share * gpu.forward_backward_share:.0%} in those of F and B, {gpu.attention_forward_share:.0%} "
         f"and {gpu.attention_backward_share:.0%} in F and B of attention{kernel}, {gpu.memory_share:.0%} of its "
         f"memory's bandwidth and {gpu.network_share:.0%} of the links'. Software: {gpu.software}, with which tensor "
-        f"parallelism gets {gpu.tensor_share:.0%} of the links' bandwidth, and "
-        f"waits for {gpu.tensor_exposed_share:.0%} of this time or more. docs/cost_model.md says what else is assumed."
+        f"parallelism gets {gpu.tensor_share:.0%} of the links' bandwidth, and computing hides {hidden} of this time. "
+        "docs/cost_model.md says what else is assumed."
     )
     source = f"Peaks: {gpu.source or 'of a table that names no source'}."
     return "\n".join(textwrap.fill(each, width) for each in (text, source))
