@@ -30,11 +30,11 @@ def test_inputs_come_from_forwards_that_run_ahead_before_on_the_chain(
     schedule = getattr(schedules, name)(stages, microbatches)
     counts, done = speculative_forwards(schedule), set()
     for rank in rank_order(schedule):
-        for kind, chunk, microbatch in schedule.actions[rank][: counts[rank]]:
+        for kind, chunk, unit in schedule.actions[rank][: counts[rank]]:
             assert kind == "F"
             assert chunk < len(schedule.placement) - 1
-            assert chunk == 0 or (chunk - 1, microbatch) in done
-            done.add((chunk, microbatch))
+            assert chunk == 0 or (chunk - 1, unit) in done
+            done.add((chunk, unit))
 
 
 def test_the_chain_follows_the_model_and_ends_where_it_turns_back() -> None:

@@ -8,23 +8,23 @@ from itertools import accumulate, pairwise
 
 from zbkern.pipeline import Costs
 
-Pass = tuple[str, int, int]  # kind, chunk, microbatch
+Pass = tuple[str, int, int]  # kind, chunk, unit
 
 
 def orders(chunks: list[int], backward: list[int], slices: int = 1, ordered: bool = True) -> Iterator[list[Pass]]:
     """Every order of one rank's passes; backward: the microbatches of its B as they go by. ordered: those of a chunk
     pass in order, as the slices of a sequence have to."""
-    every = [(kind, chunk, microbatch) for kind in "FBW" for chunk in chunks for microbatch in range(len(backward))]
+    every = [(kind, chunk, unit) for kind in "FBW" for chunk in chunks for unit in range(len(backward))]
 
-    def before(kind: str, chunk: int, microbatch: int) -> list[Pass]:
+    def before(kind: str, chunk: int, unit: int) -> list[Pass]:
         if kind == "F":
-            found = [("F", other, microbatch) for other in chunks if other < chunk]
-            return found + ([("F", chunk, microbatch - 1)] if ordered and microbatch else [])
-        last = microbatch // slices * slices + slices - 1
-        found = [("F", chunk, last)] if kind == "B" else [("B", chunk, microbatch)]
+            found = [("F", other, unit) for other in chunks if other < chunk]
+            return found + ([("F", chunk, unit - 1)] if ordered and unit else [])
+        last = unit // slices * slices + slices - 1
+        found = [("F", chunk, last)] if kind == "B" else [("B", chunk, unit)]
         if kind == "B":
-            found += [("B", other, microbatch) for other in chunks if other > chunk]
-        place = backward.index(microbatch)
+            found += [("B", other, unit) for other in chunks if other > chunk]
+        place = backward.index(unit)
         return found + ([(kind, chunk, backward[place - 1])] if ordered and place else [])
 
     def extend(row: list[Pass]) -> Iterator[list[Pass]]:
@@ -46,8 +46,8 @@ class Slices:
         self.shares = [b - a for a, b in pairwise(ends)]
         self.contexts = [b * b - a * a for a, b in pairwise(ends)]
 
-    def length(self, kind: str, microbatch: int) -> float:
-        share, context = self.shares[microbatch % self.count], self.contexts[microbatch % self.count]
+    def length(self, kind: str, unit: int) -> float:
+        share, context = self.shares[unit % self.count], self.contexts[unit % self.count]
         whole, attention = {
             "F": (self.costs.forward, self.costs.attention_forward),
             "B": (self.costs.backward, self.costs.attention_backward),
@@ -55,8 +55,8 @@ class Slices:
         }[kind]
         return self.costs.overhead + (whole - attention - self.costs.overhead) * share + attention * context
 
-    def change(self, kind: str, microbatch: int) -> float:
-        place = microbatch % self.count
+    def change(self, kind: str, unit: int) -> float:
+        place = unit % self.count
         share, carried = self.shares[place], self.costs.carried
         if kind == "F":
             return (self.costs.activation - carried) * share + carried * (place == 0)
@@ -67,7 +67,7 @@ class Slices:
         return left + gradients * (place == self.count - 1) - (carried + gradients) * (place == 0)
 
     def peak(self, row: list[Pass]) -> float:
-        return max(accumulate(self.change(kind, microbatch) for kind, _, microbatch in row))
+        return max(accumulate(self.change(kind, unit) for kind, _, unit in row))
 
 
 def span(rows: tuple[list[Pass], ...], owners: list[int], given: Slices, makespan: bool) -> float:
@@ -79,17 +79,17 @@ def span(rows: tuple[list[Pass], ...], owners: list[int], given: Slices, makespa
         progress = False
         for rank, row in enumerate(rows):
             while place[rank] < len(row):
-                kind, chunk, microbatch = row[place[rank]]
+                kind, chunk, unit = row[place[rank]]
                 source = chunk + {"F": -1, "B": 1, "W": len(owners)}[kind]
                 begin = clock[rank]
                 if 0 <= source < len(owners):
-                    if (kind, source, microbatch) not in ends:
+                    if (kind, source, unit) not in ends:
                         break
-                    lag = given.costs.communication * given.shares[microbatch % given.count]
-                    begin = max(begin, ends[kind, source, microbatch] + (lag if owners[source] != rank else 0.0))
+                    lag = given.costs.communication * given.shares[unit % given.count]
+                    begin = max(begin, ends[kind, source, unit] + (lag if owners[source] != rank else 0.0))
                 if place[rank] == 0:
                     first[rank] = 0.0 if makespan else begin
-                clock[rank] = ends[kind, chunk, microbatch] = begin + given.length(kind, microbatch)
+                clock[rank] = ends[kind, chunk, unit] = begin + given.length(kind, unit)
                 place[rank] += 1
                 progress = True
     if any(done < len(row) for done, row in zip(place, rows, strict=True)):

@@ -90,8 +90,8 @@ def deferred() -> None:
     with queue.defer(key=(0, 1)) as same:
         assert_type(same, zbkern.WGradQueue)
     keys = queue.keys()
-    for chunk, microbatch in keys:
-        assert_type(queue.run((chunk, microbatch)), int)
+    for chunk, unit in keys:
+        assert_type(queue.run((chunk, unit)), int)
     assert_type(queue.run_one(), bool)
     assert_type(queue.pending(), int)
     assert_type(queue.discard(), int)

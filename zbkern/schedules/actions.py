@@ -1,13 +1,13 @@
-"""What a pipeline does, as data: `Action`, one pass of one microbatch through one chunk of the model.
+"""What a pipeline does, as data: `Action`, one pass of one unit through one chunk of the model.
 
 There are four kinds of pass that every schedule is made of, with the letters of the papers, and three that trade memory
 for time. Each says what must have run before it, on which rank, and what it leaves behind:
 
 F   The forward of a chunk.
-    Needs:   the output of F of the chunk before, same microbatch, from the rank that holds it; the first chunk takes
+    Needs:   the output of F of the chunk before, same unit, from the rank that holds it; the first chunk takes
              the batch.
     Gives:   the chunk's output, to the next chunk; of the last chunk, the loss.
-    Memory:  keeps the microbatch's activations until its B or BW.
+    Memory:  keeps the unit's activations until its B or BW.
 
 B   The gradient of a chunk's input (the input gradient, or dgrad).
     Needs:   its own F, and the input gradient from B or BW of the chunk after it; the last chunk begins with the loss.
@@ -16,19 +16,19 @@ B   The gradient of a chunk's input (the input gradient, or dgrad).
 
 W   The gradients of a chunk's parameters (the weight gradient, or wgrad).
     Needs:   its own B, and nothing of any other rank: it can run at any time after B, which is what fills bubbles.
-    Gives:   the microbatch's share of the parameters' gradients, and nothing to any other rank.
+    Gives:   the unit's share of the parameters' gradients, and nothing to any other rank.
     Memory:  frees what B kept.
 
 BW  A fused backward: B and W in one pass.
-    Needs, gives and frees what B and W together do. A microbatch has either BW, or B and W.
+    Needs, gives and frees what B and W together do. A unit has either BW, or B and W.
 
-R   Recompute: the forward again, for its activations alone, or that of named parts of the chunk. A microbatch that has
+R   Recompute: the forward again, for its activations alone, or that of named parts of the chunk. A unit that has
     an R keeps from its F only what the chunk (or each of the parts) was given, so F looks ahead for it.
     Needs:   its own F, and runs before its B or BW; nothing of any other rank.
     Gives:   nothing to any other rank.
     Memory:  takes the activations that F did not keep.
 
-O   Offload: from here on a microbatch's tensors are in the host's memory: its activations, where O stands before its B,
+O   Offload: from here on a unit's tensors are in the host's memory: its activations, where O stands before its B,
     and what its W needs, where O stands after its B. The copies begin while the F runs that leaves the tensors, or as
     soon as the B has ended, after earlier copies of the rank; O is where the rank waits for their end, so that it
     belongs where the memory is needed. Where it directly follows its F, the F itself waits for copies and gives memory
@@ -50,7 +50,7 @@ A schedule is one list of actions per rank. Every rank runs its own in order and
 nothing else orders the ranks. `Schedule.validate` proves that such lists can run to their end.
 
 Neighbours in a list may run beside each other (`Schedule.beside`): F, B, BW, W and R, of other chunks or other
-microbatches. They begin once the inputs of all have arrived, and take turns: each runs until a collective of its own is
+units. They begin once the inputs of all have arrived, and take turns: each runs until a collective of its own is
 in flight.
 """
 

@@ -71,8 +71,8 @@ def offloads_or_recomputes(actions: Iterable[Action]) -> bool:
     return any(action.kind in ("R", *COPIES) for action in actions)
 
 
-def peak_microbatches(actions: Sequence[Action]) -> int:
-    """The most microbatches that this rank holds at once by the schedule: from their F until their W."""
+def peak_units(actions: Sequence[Action]) -> int:
+    """The most units that this rank holds at once by the schedule: from their F until their W."""
     held = peak = 0
     for kind, _, _ in actions:
         if kind == "F":
@@ -83,7 +83,7 @@ def peak_microbatches(actions: Sequence[Action]) -> int:
     return peak
 
 
-def forwards(chunks: Iterable[int], microbatches: int) -> list[Action]:
+def forwards(chunks: Iterable[int], units: int) -> list[Action]:
     """All forwards of these chunks by distance from the first input: an order in which every rank can reach its own."""
-    actions = [Action("F", chunk, unit) for chunk in chunks for unit in range(microbatches)]
+    actions = [Action("F", chunk, unit) for chunk in chunks for unit in range(units)]
     return sorted(actions, key=lambda action: (action.chunk + action.unit, action.chunk))

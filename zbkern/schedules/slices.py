@@ -52,23 +52,23 @@ def slice_lengths(call: str, slices: int | Sequence[int]) -> tuple[int, ...]:
     return lengths
 
 
-def order_of_backward(microbatches: int, slices: int) -> list[int]:
-    """The microbatches in the order in which every chunk runs their B: the last slice of each sequence first."""
-    return [first + slice for first in range(0, microbatches, slices) for slice in reversed(range(slices))]
+def order_of_backward(units: int, slices: int) -> list[int]:
+    """The units in the order in which every chunk runs their B: the last slice of each sequence first."""
+    return [first + slice for first in range(0, units, slices) for slice in reversed(range(slices))]
 
 
-def late_backwards(row: Iterable[Action], microbatches: int, slices: int) -> list[Action]:
-    """A rank's row for `microbatches` slices, from one for slices - 1 more microbatches whose order was free.
+def late_backwards(row: Iterable[Action], units: int, slices: int) -> list[Action]:
+    """A rank's row for `units` slices, from one for slices - 1 more units whose order was free.
 
     The k-th B of a chunk takes the place of the one slices - 1 later, before which all forwards of its sequence have
     run, and its W follows it so. With 1F1B this is Seq1F1B (arXiv 2406.03488).
     """
     more = slices - 1
-    order = order_of_backward(microbatches, slices)
+    order = order_of_backward(units, slices)
     placed = []
     for action in row:
         if action.kind == "F":
-            if action.unit < microbatches:
+            if action.unit < units:
                 placed.append(action)
         elif action.unit >= more:
             placed.append(action._replace(unit=order[action.unit - more]))

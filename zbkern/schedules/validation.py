@@ -19,17 +19,17 @@ _RULES = (
     ("BWXROL", r"^[^F]*$", "its forward {1}F{2} has not run yet"),
     ("W", r"X", "its BW has computed this W"),
     ("W", r"^[^B]*$", "its B has not run yet"),
-    ("BX", r"[BX]", "the backward of this microbatch has run; use either BW, or B and W"),
-    ("R", r"[BX]", "the backward of this microbatch has run; recompute before it"),
+    ("BX", r"[BX]", "the backward of this unit has run; use either BW, or B and W"),
+    ("R", r"[BX]", "the backward of this unit has run; recompute before it"),
     ("R", r"O", "its activations are offloaded; use either R, or O and L"),
-    ("OL", r"[WX]", "all passes of this microbatch have run; nothing of it is left"),
+    ("OL", r"[WX]", "all passes of this unit have run; nothing of it is left"),
     ("O", r"O[^B]*$", "it has run before; tensors are offloaded and loaded once"),
     ("L", r"L[^B]*$", "it has run before; tensors are offloaded and loaded once"),
     ("L", r"(^|B)[^OB]*$", "nothing is offloaded; {1}O{2} has not run yet"),
     ("O", r"R[^B]*$", "its activations are recomputed; use either R, or O and L"),
     ("FBWX", r"O[^L]*$", "what it needs is offloaded; {1}L{2} must come first"),
 )
-"""Which actions may not run after what has run before of their microbatch in their chunk, and why.
+"""Which actions may not run after what has run before of their unit in their chunk, and why.
 
 What has run is a string with a letter for each kind, in order; X is a BW.
 """
@@ -70,7 +70,7 @@ class _Row:
         """units: or the number of slices of every sequence."""
         self._schedule, self._placement, self._units, self._rank = schedule, schedule.placement, units, rank
         self._count = schedule.microbatches * units if isinstance(units, int) else len(units)
-        self._ran: dict[tuple[int, int], str] = defaultdict(str)  # by (chunk, microbatch): letters, as in _RULES
+        self._ran: dict[tuple[int, int], str] = defaultdict(str)  # by (chunk, unit): letters, as in _RULES
 
     def check(self) -> None:
         for index, action in enumerate(self._schedule.actions[self._rank]):
@@ -78,42 +78,40 @@ class _Row:
             if why is not None:
                 _fail(self._schedule, self._rank, index, why)
         for chunk in (chunk for chunk, owner in enumerate(self._placement) if owner == self._rank):
-            for microbatch in range(self._count):
-                ran = self._ran[chunk, microbatch]
+            for unit in range(self._count):
+                ran = self._ran[chunk, unit]
                 missing = next((kind for kind in "FBW" if kind not in ran), None)
                 if missing is not None and "X" not in ran:
-                    self._fail_missing(Action(missing, chunk, microbatch))
+                    self._fail_missing(Action(missing, chunk, unit))
 
     def _wrong_place(self, action: Action) -> str | None:
-        kind, chunk, microbatch = action
+        kind, chunk, unit = action
         if kind not in KINDS:
             return f"its kind must be one of {KINDS}"
         if not 0 <= chunk < len(self._placement):
             return f"chunks are 0 to {len(self._placement) - 1}"
         if self._placement[chunk] != self._rank:
             return f"chunk {chunk} is placed on rank {self._placement[chunk]}"
-        return None if 0 <= microbatch < self._count else f"microbatches are 0 to {self._count - 1}"
+        return None if 0 <= unit < self._count else f"units are 0 to {self._count - 1}"
 
     def _wrong_order(self, action: Action) -> str | None:
-        """Against what has run of the same microbatch in the same chunk, to which the action is added."""
-        kind, chunk, microbatch = action
-        ran, letter = self._ran[chunk, microbatch], "X" if kind == "BW" else kind
+        """Against what has run of the same unit in the same chunk, to which the action is added."""
+        kind, chunk, unit = action
+        ran, letter = self._ran[chunk, unit], "X" if kind == "BW" else kind
         why = _why_not(letter, ran)
         if why is not None:
-            return why.format(kind, chunk, microbatch)
-        self._ran[chunk, microbatch] = ran + letter
-        return self._wrong_slice(kind, chunk, microbatch) if kind in ("F", "B", "BW") else None
+            return why.format(kind, chunk, unit)
+        self._ran[chunk, unit] = ran + letter
+        return self._wrong_slice(kind, chunk, unit) if kind in ("F", "B", "BW") else None
 
-    def _wrong_slice(self, kind: str, chunk: int, microbatch: int) -> str | None:
+    def _wrong_slice(self, kind: str, chunk: int, unit: int) -> str | None:
         """Against the slice of the same sequence that must have passed this chunk before."""
-        if isinstance(self._units, int):  # no list of all: a wrong schedule may name a microbatch of any number
-            unit = Unit(*divmod(microbatch, self._units), self._units)
-        else:
-            unit = self._units[microbatch]
-        if kind == "F" and unit.slice and "F" not in self._ran[chunk, microbatch - 1]:
-            return f"slices go forward in order; {Action('F', chunk, microbatch - 1)} must come first"
-        if kind != "F" and not unit.is_last and not {*"BX"} & {*self._ran[chunk, microbatch + 1]}:
-            return f"slices go backward from the last; {Action('B', chunk, microbatch + 1)} must come first"
+        units = self._units  # no list where all are alike: a wrong schedule may name a unit of any number
+        what = Unit(*divmod(unit, units), units) if isinstance(units, int) else units[unit]
+        if kind == "F" and what.slice and "F" not in self._ran[chunk, unit - 1]:
+            return f"slices go forward in order; {Action('F', chunk, unit - 1)} must come first"
+        if kind != "F" and not what.is_last and not {*"BX"} & {*self._ran[chunk, unit + 1]}:
+            return f"slices go backward from the last; {Action('B', chunk, unit + 1)} must come first"
         return None
 
     def _fail_missing(self, action: Action) -> NoReturn:
@@ -125,7 +123,7 @@ class _Row:
 
 @cache
 def _why_not(letter: str, ran: str) -> str | None:
-    """The first rule against an action of this letter; there are few such histories of a microbatch."""
+    """The first rule against an action of this letter; there are few such histories of a unit."""
     return next((why for letters, before, why in _RULES if letter in letters and re.search(before, ran)), None)
 
 

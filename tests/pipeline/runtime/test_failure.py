@@ -297,7 +297,7 @@ def run_out_on_a_gpu() -> None:
 )
 def test_out_of_memory_tells_what_was_planned(run_out: Any, expected: str) -> None:
     for error in steps_with_broken_rank(1, run_out, 30, stages=2):
-        message = f"rank 1, action 1F0: {expected}.*; the schedule holds 2 microbatches at its peak on this rank"
+        message = f"rank 1, action 1F0: {expected}.*; the schedule holds 2 units at its peak on this rank"
         assert re.search(message, str(error)), str(error)
         assert "a plan with a lower memory_limit" in str(error)
 

@@ -1,4 +1,4 @@
-"""The arguments of a Pipeline, checked before anything begins, and a batch split into its microbatches."""
+"""The arguments of a Pipeline, checked before anything begins, and a batch split into its units."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def device_of(device: torch.device | str | None, modules: Sequence[torch.nn.Modu
 logger = logging.getLogger("zbkern")
 
 
-class Microbatch(NamedTuple):
-    """What one microbatch, or a slice of one, is given on this rank."""
+class UnitArguments(NamedTuple):
+    """What a unit, a microbatch or a slice of one, is given on this rank."""
 
     inputs: Any
     target: Target | None  # where this rank has the last chunk
@@ -112,8 +112,8 @@ class Microbatch(NamedTuple):
 
 def split_batch(
     call: str, arguments: tuple[Any, Any, Any], schedule: Schedule, modules: Mapping[int, Any], loss_fn: LossFn | None
-) -> list[Microbatch]:
-    """Inputs, targets and side inputs of `call` in microbatches, for this rank's modules, by chunk.
+) -> list[UnitArguments]:
+    """Inputs, targets and side inputs of `call` in units, for this rank's modules, by chunk.
 
     Raises TypeError or ValueError as `split` does, and for sequences that cannot be cut into slices.
     """
@@ -130,9 +130,9 @@ def split_batch(
             check_takes_packs(call, loss_fn)
         targets = [Target(target, 1 / count) for target in targets]
     if not schedule.is_sliced:
-        return [Microbatch(*own, _versions(own[2])) for own in zip(firsts, targets, sides, strict=True)]
+        return [UnitArguments(*own, _versions(own[2])) for own in zip(firsts, targets, sides, strict=True)]
     cuts_targets = adds_up(loss_fn) and call != "forward"
-    batch: list[Microbatch] = []
+    batch: list[UnitArguments] = []
     for number, (first, target, side) in enumerate(zip(firsts, targets, sides, strict=True)):
         whole = [_as_dict(value[number] if isinstance(value, list) else value) for value in arguments]
         if not cuts_targets:
@@ -140,7 +140,7 @@ def split_batch(
         tokens = length_of(*whole) or 0  # any rank may know; where none does nothing is to be cut
         slices = schedule.slices_of(number)
         if len(slices) == 1:
-            batch.append(Microbatch(first, target, side, _versions(side)))
+            batch.append(UnitArguments(first, target, side, _versions(side)))
             continue
         places = edges(f"Pipeline.{call}", tokens, slices) if tokens else [(0, 0)] * len(slices)
         parts = [target] * len(places)
@@ -149,7 +149,7 @@ def split_batch(
         for place, part in zip(places, parts, strict=True):
             own = cut(side, tokens, place)
             length = place[1] - place[0] or None
-            batch.append(Microbatch(cut(first, tokens, place), part, own, _versions(own), length, tokens or None))
+            batch.append(UnitArguments(cut(first, tokens, place), part, own, _versions(own), length, tokens or None))
     return batch
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary
-from zbkern.pipeline.runtime.arguments import Microbatch, check_same_batch, identity, name_with_side, split_batch
+from zbkern.pipeline.runtime.arguments import UnitArguments, check_same_batch, identity, name_with_side, split_batch
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import evaluation_mode
 from zbkern.pipeline.runtime.loop import Loop
@@ -74,7 +74,7 @@ class Calls:
         """Begins a call on all ranks, or raises on all: they compare what they are about to do."""
         self._check_idle(call)
         self.boundary.release_reads()
-        batch: Sequence[Microbatch] = ()
+        batch: Sequence[UnitArguments] = ()
         announced, wrong = call, None
         try:
             batch, announced = self._checked(call, arguments, schedule)
@@ -224,8 +224,8 @@ class Calls:
 
     def _checked(
         self, call: str, arguments: tuple[Any, Any, Any], schedule: Schedule | None
-    ) -> tuple[Sequence[Microbatch], str]:
-        """The batch of a call, in microbatches, and what ranks compare: the call, its schedule and side inputs.
+    ) -> tuple[Sequence[UnitArguments], str]:
+        """The batch of a call, in units, and what ranks compare: the call, its schedule and side inputs.
 
         From now on the loop has the schedule. Raises for arguments that do not fit.
         """
@@ -234,7 +234,7 @@ class Calls:
             check_sliceable(self.modules.values())
         batch = split_batch(call, arguments, chosen, self.modules, self._loss_fn)
         count = "elements" if chosen.is_sliced else "rows"
-        sides = [microbatch.side for microbatch in batch]
+        sides = [unit.side for unit in batch]
         announced = name_with_side(call + self._schedules.name(chosen), sides, count)
         self.loop.use(chosen)
         self.boundary.check_others(call)

@@ -16,12 +16,12 @@ from zbkern.wgrad import WGradQueue
 def oom_hint(error: BaseException, planned: int, begun: int, queue: WGradQueue, device: torch.device) -> str:
     """What the message of an error for lack of memory adds, empty for others.
 
-    planned: microbatches that the schedule holds at its peak on this rank; begun: those that it held.
+    planned: units that the schedule holds at its peak on this rank; begun: those that it held.
     """
     # on a CPU torch raises a RuntimeError of its allocator's
     if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "DefaultCPUAllocator" not in described(error):
         return ""
-    held = f"; the schedule holds {planned} microbatches at its peak on this rank, {begun} were begun"
+    held = f"; the schedule holds {planned} units at its peak on this rank, {begun} were begun"
     held += f", {queue.pending()} W pinned {queue.bytes / 2**20:.0f} MiB"
     if device.type == "cuda":
         held += f", {torch.cuda.max_memory_allocated(device) / 2**20:.0f} MiB were allocated at most"

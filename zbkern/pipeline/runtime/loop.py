@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.runtime.arguments import Microbatch
+from zbkern.pipeline.runtime.arguments import UnitArguments
 from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
@@ -26,7 +26,7 @@ from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.transport.base import Tag, Transport
 from zbkern.schedules.actions import Action, Beside
 from zbkern.schedules.dependencies import producer
-from zbkern.schedules.program import Program, fused, offloads_or_recomputes, peak_microbatches, program_of
+from zbkern.schedules.program import Program, fused, offloads_or_recomputes, peak_units, program_of
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.warmup import speculative_forwards
 
@@ -52,14 +52,14 @@ class Loop:
         self.stages, self.recorder, self.queue = stages, recorder, recorder.queue
         self.program: Program = ()  # of the schedule
         self.step = 0  # in the tags of its messages: another one for forwards that run again
-        self.in_flight = 0  # microbatches that were begun, and are not through their B
+        self.in_flight = 0  # units that were begun, and are not through their B
         self.forward_input: Any = None  # the input of the forward that runs
         self.results: list[Any] = []  # of the last chunk: losses, or, numbered, what `forward` returns
         self._replicas, self._options = replicas, options
         self._passes = Passes(recorder.device)
         self._fill, self._timeout = fill, timeout
         self._ledger: Ledger | None = None
-        self._batch: Sequence[Microbatch] = ()
+        self._batch: Sequence[UnitArguments] = ()
         self._parts: list[tuple[int, Any]] = []  # of a sequence in slices to be returned: tokens and outputs of each
         self._returns_outputs = False
 
@@ -80,7 +80,7 @@ class Loop:
             self.use_ledger(ledger)
         self.program = program
         self.passes = number_of([action for action in row if action.kind != "W"]) if self._replicas.agreement else 0
-        self.max_in_flight = peak_microbatches(row)
+        self.max_in_flight = peak_units(row)
         self.max_ahead = speculative_forwards(schedule)[self.recorder.rank]
         for stage in self.stages.values():
             stage.use(schedule, self._at_once(row))
@@ -98,10 +98,10 @@ class Loop:
             ledger.use(row, self._at_once(row))
 
     def _at_once(self, row: Sequence[Action]) -> Collection[tuple[int, int]]:
-        """(chunk, microbatch) of those of which no W waits: none with replicas, which reduce gradients while W run."""
+        """(chunk, unit) of those of which no W waits: none with replicas, which reduce gradients while W run."""
         return () if self._replicas else fused(row)
 
-    def begin(self, batch: Sequence[Microbatch], step: int, returns_outputs: bool) -> None:
+    def begin(self, batch: Sequence[UnitArguments], step: int, returns_outputs: bool) -> None:
         """Before the first action of a step or evaluation, or of a forward that returns what the last chunk does."""
         self._batch, self.step, self._returns_outputs = batch, step, returns_outputs
         self.results, self._parts, self.in_flight = [], [], 0
@@ -166,75 +166,75 @@ class Loop:
 
     def _input(self, action: Action) -> Any:
         """What an action is given by another chunk, or by the batch; waits for it."""
-        kind, chunk, microbatch = action
+        kind, chunk, unit = action
         if kind == "F":
             if self._fill == "eager":
                 self._free_memory_for_forward()
-            return self._batch[microbatch].inputs if chunk == 0 else self._await("F", action)
+            return self._batch[unit].inputs if chunk == 0 else self._await("F", action)
         return None if chunk == self._last or kind in ("W", "R") else self._await("B", action)
 
     def _forward(self, action: Action) -> None:
         self._run_forward(action, self._input(action))
 
     def _run_forward(self, action: Action, inputs: Any) -> None:
-        _, chunk, microbatch = action
-        stage, unit = self.stages[chunk], self._batch[microbatch]
+        _, chunk, unit = action
+        stage, given = self.stages[chunk], self._batch[unit]
         self.forward_input = inputs
         start = self.recorder.now()
-        target = unit.target if chunk == self._last else None
-        side = unit.checked_side(self.schedule.units[microbatch])
-        if carry := stage.carries.begin(microbatch, unit.tokens, inputs, unit.length):
+        target = given.target if chunk == self._last else None
+        side = given.checked_side(self.schedule.units[unit])
+        if carry := stage.carries.begin(unit, given.tokens, inputs, given.length):
             side = {**side, **carry}
         try:
-            outputs = stage.forward(microbatch, inputs, target, side)
+            outputs = stage.forward(unit, inputs, target, side)
         except Exception as error:
             if self._passes.error is None:
                 stage.probes.explain(error, stage.call, inputs, side)
             raise
         self.in_flight += 1
         if chunk < self._last:
-            self._send(chunk + 1, "F", microbatch, outputs)
+            self._send(chunk + 1, "F", unit, outputs)
         elif self._returns_outputs:
-            self.results += self._returned(microbatch, outputs, side)
+            self.results += self._returned(unit, outputs, side)
         elif outputs is not None:  # the loss; with slices of whole sequences, behind the last
             self.results.append(outputs)
         self.recorder.done((action,), start)
         stage.probes.check(stage.call, inputs, side)  # while the next rank has its input, and is probed, too
         self.forward_input = None
 
-    def _returned(self, microbatch: int, outputs: Any, side: Mapping[str, Any]) -> list[tuple[int, Any]]:
+    def _returned(self, unit: int, outputs: Any, side: Mapping[str, Any]) -> list[tuple[int, Any]]:
         """What `forward` returns for a microbatch, behind its last slice, or for each sequence of a pack; numbered."""
         if "carry" in side:
             self._parts.append((side["carry"].end - side["carry"].start, outputs))
-            if not self.schedule.units[microbatch].is_last:
+            if not self.schedule.units[unit].is_last:
                 return []
             leaves, structure = put_together(self._parts)
             outputs = pytree.tree_unflatten([leaf for leaf, _ in leaves], structure)
             if self.stages[self._last].adds_up and hasattr(outputs, "_in_slices"):  # as the loss of each slice has them
                 outputs = outputs._in_slices([length for length, _ in self._parts])
             self._parts = []
-        target = self._batch[microbatch].target
+        target = self._batch[unit].target
         if target is None:
-            return [(microbatch, outputs)]
+            return [(unit, outputs)]
         loss_fn = self.stages[self._last].loss_fn
         assert loss_fn is not None
         of_each = getattr(loss_fn, "_of_each", None)  # of the sequences of a pack
-        return [(microbatch, loss_fn(outputs, target.value))] if of_each is None else of_each(outputs, target.value)
+        return [(unit, loss_fn(outputs, target.value))] if of_each is None else of_each(outputs, target.value)
 
     def _backward(self, action: Action) -> None:
         self._run_backward(action, self._input(action))
 
     def _run_backward(self, action: Action, gradients: Any) -> None:
-        kind, chunk, microbatch = action
-        self.stages[chunk].prepare(microbatch)
+        kind, chunk, unit = action
+        self.stages[chunk].prepare(unit)
         start = self.recorder.now()
-        outputs = self.stages[chunk].backward_input(microbatch, gradients)
+        outputs = self.stages[chunk].backward_input(unit, gradients)
         if kind == "BW":
             self._replicas.backward_done(chunk)
-            self.stages[chunk].weight(microbatch)
+            self.stages[chunk].weight(unit)
         self.in_flight -= 1
         if chunk > 0:
-            self._send(chunk - 1, "B", microbatch, outputs)
+            self._send(chunk - 1, "B", unit, outputs)
         if kind == "B":
             self._replicas.backward_done(chunk)
         self.recorder.done((action,), start)
@@ -245,10 +245,10 @@ class Loop:
             self.stages[chunk].warn_of_fused_backward()
         if self._fill == "eager":
             return
-        microbatches = [action.unit for action in actions]
-        self.stages[chunk].prepare(*microbatches)
+        units = [action.unit for action in actions]
+        self.stages[chunk].prepare(*units)
         start = self.recorder.now()
-        self.stages[chunk].weight(*microbatches, in_turns=in_turns)
+        self.stages[chunk].weight(*units, in_turns=in_turns)
         self.recorder.done(actions, start)
 
     def _run_weight(self, action: Action, _: Any) -> None:
@@ -286,18 +286,18 @@ class Loop:
         self.recorder.catch_up()
         return self.transport.ready(tag)
 
-    def _send(self, chunk: int, kind: str, microbatch: int, message: Any) -> None:
-        tag = Tag(self.step, kind, chunk, microbatch)
+    def _send(self, chunk: int, kind: str, unit: int, message: Any) -> None:
+        tag = Tag(self.step, kind, chunk, unit)
         self.transport.send(self.schedule.placement[chunk], tag, message)
 
     def _free_memory_for_forward(self) -> None:
-        """Runs W until the next F holds no more microbatches, begun or waiting for W, than the plan's own peak."""
+        """Runs W until the next F holds no more units, begun or waiting for W, than the plan's own peak."""
         while self.queue.pending() and self.in_flight + len(self.queue.keys()) >= self.max_in_flight:
             self._run_oldest(self.queue.keys()[0])
 
     def _run_oldest(self, key: Any = None) -> None:
-        chunk, microbatch = self.queue.keys()[0]
-        action = Action("W", chunk, microbatch)
+        chunk, unit = self.queue.keys()[0]
+        action = Action("W", chunk, unit)
         start = self.recorder.now()
         with self.recorder.label(action):
             self.queue.run_one(key)

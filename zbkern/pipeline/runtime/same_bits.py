@@ -11,7 +11,7 @@ from zbkern.schedules.schedule import Schedule
 
 
 def check_order(call: str, schedule: Schedule) -> None:
-    """Raises ScheduleError where a chunk adds microbatches up in another order than one process does.
+    """Raises ScheduleError where a chunk adds units up in another order than one process does.
 
     Losses are added in the order of F. Gradients are, in that of B and of W: microbatches in order, and of one
     microbatch its last slice first.
@@ -26,7 +26,7 @@ def check_order(call: str, schedule: Schedule) -> None:
                 if found != order:
                     wrong = next(number for number, right in zip(found, order, strict=True) if number != right)
                     raise ScheduleError(
-                        f"{call}: schedule must run microbatches in order for StepOptions(same_bits=True); got "
+                        f"{call}: schedule must run units in order for StepOptions(same_bits=True); got "
                         f"{kinds[0]} of {units[wrong]} out of order, in chunk {chunk} on rank {rank}: leave same_bits "
                         "out, or use another schedule"
                     )

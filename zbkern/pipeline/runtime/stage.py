@@ -1,4 +1,4 @@
-"""One chunk of the model on its rank: F, B and W of one microbatch at a time."""
+"""One chunk of the model on its rank: F, B and W of one unit at a time."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _OF_BACKWARD = (False, False, ())  # retain_graph, create_graph, inputs
 
 
 class Stage:
-    """Runs one chunk. What a microbatch needs between its F and its B is kept here, between its B and its W in `queue`.
+    """Runs one chunk. What a unit needs between its F and its B is kept here, between its B and its W in `queue`.
 
     module: called with a tensor, a tuple (positional arguments) or a dict (keyword arguments). loss_fn: of the last
-    chunk alone, loss_fn(output, target) of one microbatch, a scalar. `use` comes before the first pass.
+    chunk alone, loss_fn(output, target) of one unit, a scalar. `use` comes before the first pass.
     """
 
     def __init__(self, module: nn.Module, chunk: int, queue: WGradQueue, loss_fn: LossFn | None = None) -> None:
@@ -47,7 +47,7 @@ class Stage:
         self.chunk = chunk
         self.queue = queue
         self.loss_fn = loss_fn
-        self.ledger: Ledger | None = None  # which holds what a microbatch needs, where R, O and L change that
+        self.ledger: Ledger | None = None  # which holds what a unit needs, where R, O and L change that
         self.losses = AuxiliaryLosses()
         self.probes = Probes(chunk, module)
         self.splits: bool | None = None  # whether its first B left any W behind
@@ -57,9 +57,9 @@ class Stage:
         self._saved: dict[int, tuple[Any, list[Tensor | GradientEdge | None], float | None]] = {}
 
     def use(self, schedule: Schedule, at_once: Collection[Key] = ()) -> None:
-        """Between steps: from now on this schedule, which says which slices microbatches are, if any.
+        """Between steps: from now on this schedule, which says which slices units are, if any.
 
-        at_once: (chunk, microbatch) of those of which no W waits.
+        at_once: (chunk, unit) of those of which no W waits.
         """
         self._at_once = at_once
         self.carries, self._shares = Carries(schedule), _shares(schedule)
@@ -89,22 +89,22 @@ class Stage:
         return self.carries.nbytes
 
     def forward(
-        self, microbatch: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None
+        self, unit: int, inputs: Any, target: Target | None = None, side: Mapping[str, Any] | None = None
     ) -> Any:
-        """F: the output to send on, detached; on the last chunk this microbatch's share of the mean loss, or None where
+        """F: the output to send on, detached; on the last chunk this unit's share of the mean loss, or None where
         that is of the whole sequence and comes with a later slice. target: None for the output there, too.
 
         side: keyword arguments besides the inputs.
         """
         side = side or {}
         carry = side.get("carry")
-        key = self.chunk, microbatch
+        key = self.chunk, unit
         run = self._outputs if self.ledger is None else partial(self.ledger.forward, key, self._outputs)
-        share = self._shares[microbatch]
+        share = self._shares[unit]
         if carry is not None:
             share = Share(share.whole, *carry._place)
-        scope = self._scope(microbatch)  # layers then know whether their W will wait
-        with self.queue.defer(scope), self.losses.during(microbatch, share):
+        scope = self._scope(unit)  # layers then know whether their W will wait
+        with self.queue.defer(scope), self.losses.during(unit, share):
             self.queue._in_slice = carry is not None
             outputs = run(inputs, target, side)
             self.queue._in_slice = False
@@ -113,10 +113,10 @@ class Stage:
         weight = None if target is None or not self._gives_loss else target.weight
         if torch.is_grad_enabled():
             roots = [self._root(leaf) for leaf in leaves]
-            self._saved[microbatch] = (inputs, roots, weight)
+            self._saved[unit] = (inputs, roots, weight)
             if not self._followed:
                 self._warn_of_lost_graph(roots)
-        self.carries.end_forward(microbatch, side)
+        self.carries.end_forward(unit, side)
         if weight is not None:  # B begins with it: the product needs no backward
             return outputs.detach() * weight
         if structure is None:
@@ -126,7 +126,7 @@ class Stage:
         if self._sequence_losses is None or target is None or self._returns_outputs:
             return outputs
         with self.queue.defer(scope), self.losses.during(None, Share(target.weight)):
-            return self._sequence_losses.forward(microbatch, outputs, carry, target)
+            return self._sequence_losses.forward(unit, outputs, carry, target)
 
     def call(self, inputs: Any, side: Mapping[str, Any]) -> Any:
         """What the module returns. Raises TypeError for a name in inputs and side."""
@@ -138,58 +138,58 @@ class Stage:
             arguments, keywords = (), {**inputs, **side}
         return self.module(*arguments, **keywords)
 
-    def prepare(self, *microbatches: int) -> None:
-        """Waits for what a B or W of these microbatches needs first, where that is being loaded."""
+    def prepare(self, *units: int) -> None:
+        """Waits for what a B or W of these units needs first, where that is being loaded."""
         if self.ledger is not None:
-            for microbatch in microbatches:
-                self.ledger.prepare((self.chunk, microbatch))
+            for unit in units:
+                self.ledger.prepare((self.chunk, unit))
 
-    def backward_input(self, microbatch: int, gradients: Any) -> Any:
-        """B: runs the backward with every W deferred under (chunk, microbatch); returns the gradients of the inputs.
+    def backward_input(self, unit: int, gradients: Any) -> Any:
+        """B: runs the backward with every W deferred under (chunk, unit); returns the gradients of the inputs.
 
         Of one that `use` has named, each layer's W runs right after its B, and nothing is held for it.
 
         The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none. Those of the
         first chunk's inputs, if they ask for any, stay with the caller's tensors.
         """
-        inputs, roots, weight = self._saved.pop(microbatch)
-        key, scope = (self.chunk, microbatch), self._scope(microbatch)
+        inputs, roots, weight = self._saved.pop(unit)
+        key, scope = (self.chunk, unit), self._scope(unit)
         if self._sequence_losses is not None:
             with self.queue.defer(scope):
-                gradients = self._sequence_losses.gradients(microbatch)
+                gradients = self._sequence_losses.gradients(unit)
         if weight is not None:
             leaves: list[Any] = [torch.full_like(loss, weight) for loss in roots if isinstance(loss, Tensor)] or [None]
         else:
             leaves = [gradients] if isinstance(gradients, Tensor) else pytree.tree_leaves(gradients)
         pairs = [pair for pair in zip(roots, leaves, strict=True) if pair[0] is not None and pair[1] is not None]
-        pairs += self.carries.gradients(microbatch)
+        pairs += self.carries.gradients(unit)
         with _NOTHING if self.ledger is None else self.ledger.backward(key):
             if pairs:
-                with self.queue.defer(scope), self.losses.during(microbatch):
+                with self.queue.defer(scope), self.losses.during(unit):
                     ends, arrived = zip(*pairs, strict=True)
                     _backward(ends, arrived, *_OF_BACKWARD, allow_unreachable=True, accumulate_grad=True)
                 if self.splits is None and scope is not AT_ONCE:
                     may_have_run = self.queue.max_bytes is not None
                     is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
                     self.splits = may_have_run or self.queue.pending(key) > 0 or not is_trained
-        self.carries.end_backward(microbatch)
+        self.carries.end_backward(unit)
         if self.chunk == 0:
             return None
         return _take_gradient(inputs) if isinstance(inputs, Tensor) else pytree.tree_map(_take_gradient, inputs)
 
-    def weight(self, *microbatches: int, in_turns: bool = False) -> None:
-        """W of these microbatches, merged into one launch per weight. in_turns: one at a turn, beside other passes."""
+    def weight(self, *units: int, in_turns: bool = False) -> None:
+        """W of these units, merged into one launch per weight. in_turns: one at a turn, beside other passes."""
         if self.ledger is None and not len(self.queue):
             return
-        keys: list[Any] = [(self.chunk, microbatch) for microbatch in microbatches]
+        keys: list[Any] = [(self.chunk, unit) for unit in units]
         with _NOTHING if self.ledger is None else self.ledger.weight(keys):
             while in_turns and self.queue.run_one(keys) and self.queue.pending(keys):
                 in_flight()
             self.queue.run(keys)
 
-    def _scope(self, microbatch: int) -> Any:
+    def _scope(self, unit: int) -> Any:
         """The key of its passes in the queue."""
-        key = self.chunk, microbatch
+        key = self.chunk, unit
         return AT_ONCE if key in self._at_once else key
 
     def warn_of_fused_backward(self) -> None:
@@ -213,7 +213,7 @@ class Stage:
             )
 
     def reset(self) -> None:
-        """Forgets microbatches that were begun and not finished."""
+        """Forgets units that were begun and not finished."""
         self.queue._in_slice = False
         self._saved.clear()
         if self._sequence_losses is not None:

@@ -21,7 +21,7 @@ class Memory:
     adds the rest, or `streamed` where its O follows directly; B leaves `held`, and BW nothing; W releases `held`. O
     releases what the microbatch holds, L takes it again. Of a sequence in slices `carried` is
     there from its first F to its last B, and `carried_gradients` from its first B on. row: the rank's actions; they are
-    accounted in its order, or in another one that keeps that of every microbatch.
+    accounted in its order, or in another one that keeps that of every unit.
     """
 
     def __init__(self, costs: FlatCosts, row: Sequence[Action] = (), static: float = 0.0) -> None:

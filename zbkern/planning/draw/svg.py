@@ -210,9 +210,9 @@ def _boxes(axis: _Axis, rank: int, row: Sequence[Event], height: int) -> str:
     timeline, track = axis.timeline, axis.tracks[rank]
     chunks, base = timeline.schedule.chunks_of(rank), (height + 6) // 2
     for event, place, places in stacked(row):
-        kind, chunk, microbatch = event.action
+        kind, chunk, _ = event.action
         high, top = (height - 2) / places, (height - 2) / places * place
-        (fill, dark), unit = _shade(kind, chunks.index(chunk), len(chunks)), timeline.schedule.units[microbatch]
+        (fill, dark), unit = _shade(kind, chunks.index(chunk), len(chunks)), timeline.schedule.units[event.action.unit]
         label = f"{unit.microbatch}.{unit.slice}" if unit.slices > 1 else str(unit.microbatch)
         x, length = axis.x(event.start), (event.end - event.start) * axis.scale
         below = f' y="{top:.4g}"' if place else ""

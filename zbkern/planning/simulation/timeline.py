@@ -154,7 +154,7 @@ def measured(
 ) -> Timeline:
     """The timeline of events, samples and copies in seconds, by rank, shifted so that it starts at 0.
 
-    peak_bytes: of each rank, where they were counted: what microbatches held at most, as `Memory` counts it.
+    peak_bytes: of each rank, where they were counted: what units held at most, as `Memory` counts it.
     """
     first = min((row[0].start for row in rows if row), default=0.0)
     shifted = tuple(tuple(s._replace(seconds=s.seconds - first) for s in row) for row in samples)

@@ -69,7 +69,7 @@ class Recorder:
             self._samples.append((end, self.queue.pending(), self.queue.bytes, allocated))
 
     def watch(self, holders: Sequence[Any]) -> None:
-        """Sets what holds microbatches' memory: `peak_bytes` is the most that the sum of its `nbytes` has been."""
+        """Sets what holds the memory of units: `peak_bytes` is the most that the sum of its `nbytes` has been."""
         self._holders = holders
 
     def held(self) -> None:

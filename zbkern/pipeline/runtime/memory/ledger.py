@@ -1,6 +1,6 @@
-"""The ledger: what a rank's microbatches hold between their passes, and R, O and L, which change that.
+"""The ledger: what a rank's units hold between their passes, and R, O and L, which change that.
 
-From its F to its B a microbatch holds here what autograd saves in a chunk, the loss among it, and its input; from its B
+From its F to its B a unit holds here what autograd saves in a chunk, the loss among it, and its input; from its B
 to its W what its W need. Parameters, buffers and the batch stay on the device, and are neither moved nor counted.
 """
 
@@ -69,7 +69,7 @@ class Ledger:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device of what microbatches hold, every storage of a microbatch once."""
+        """Bytes on the device of what units hold, every storage of a unit once."""
         return sum(storages.nbytes for storages in self._held.values())
 
     @property
@@ -158,7 +158,7 @@ class Ledger:
     # ---- between steps
 
     def reset(self) -> None:
-        """Forgets microbatches that were begun and not finished."""
+        """Forgets units that were begun and not finished."""
         for storages in self._held.values():
             storages.abandon()
         self._held.clear()

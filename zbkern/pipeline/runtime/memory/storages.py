@@ -1,4 +1,4 @@
-"""Storages of a microbatch's tensors, each once however many tensors share it: counted, and moved to the host and back.
+"""Storages of a unit's tensors, each once however many tensors share it: counted, and moved to the host and back.
 
 A storage moves as it is: its memory is given back and taken again, and the tensors in it stay what they are. One that
 somebody else holds, too, stays on the device. Storages move in transfers: on the way out each belongs to the first with
@@ -117,7 +117,7 @@ class Saved:
 
 
 class Storages:
-    """The storages of one microbatch on a device, without the `resident` ones (by their keys), which always stay.
+    """The storages of one unit on a device, without the `resident` ones (by their keys), which always stay.
 
     began: called with every copy to the host; None where nothing goes there. nbytes: of those that are on the device
     now. loads: the copies back.

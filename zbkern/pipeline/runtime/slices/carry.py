@@ -192,7 +192,7 @@ def carries_of(slices: Sequence[int]) -> list[Carry]:
 class Carries:
     """The carries of a chunk's sequences, each from the F of its first slice to the B of that slice.
 
-    schedule: what says which slice a microbatch is. One that is a whole sequence needs no carry.
+    schedule: what says which slice a unit is. One that is a whole sequence needs no carry.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -206,13 +206,13 @@ class Carries:
         """Bytes of what is carried, and of its gradients."""
         return sum(sequence.nbytes for sequence in self._sequences.values())
 
-    def begin(self, microbatch: int, tokens: int | None, inputs: Any, length: int | None = None) -> Mapping[str, Carry]:
+    def begin(self, unit: int, tokens: int | None, inputs: Any, length: int | None = None) -> Mapping[str, Carry]:
         """The keyword argument of a slice's forward; none for a whole sequence.
 
         tokens: of the slice, None where its inputs tell. length: of the sequence, where it is known. Raises TypeError
         for inputs without a sequence.
         """
-        number, index, slices = self._units[microbatch]
+        number, index, slices = self._units[unit]
         if slices == 1:
             return {}
         tokens = tokens or length_of(inputs)
@@ -228,26 +228,26 @@ class Carries:
         self.nbytes_of_one = sequence.nbytes
         return {"carry": Carry(sequence, index)}
 
-    def end_forward(self, microbatch: int, side: Mapping[str, Any]) -> None:
+    def end_forward(self, unit: int, side: Mapping[str, Any]) -> None:
         """After the forward of a slice. Without gradients to come the sequence is over with its last one."""
         if "carry" in side:
             side["carry"]._end_forward()
-        if not torch.is_grad_enabled() and self._units[microbatch].is_last:
-            self._sequences.pop(self._units[microbatch].microbatch, None)
+        if not torch.is_grad_enabled() and self._units[unit].is_last:
+            self._sequences.pop(self._units[unit].microbatch, None)
 
-    def gradients(self, microbatch: int) -> list[tuple[Tensor, Tensor]]:
+    def gradients(self, unit: int) -> list[tuple[Tensor, Tensor]]:
         """What a slice has kept for the next one, with the gradients that came back for it."""
-        number, index, _ = self._units[microbatch]
+        number, index, _ = self._units[unit]
         if number not in self._sequences:
             return []
         states = self._sequences[number].states
         kept = [states[place] for place in states if place[1] == index]
         return [(tensor, leaf.grad) for tensor, leaf in kept if tensor.requires_grad and leaf.grad is not None]
 
-    def end_backward(self, microbatch: int) -> None:
+    def end_backward(self, unit: int) -> None:
         """After the B of a slice. Raises RuntimeError where gradients of later slices have not arrived, and where what
         was kept for it took no part in it."""
-        number, index, _ = self._units[microbatch]
+        number, index, _ = self._units[unit]
         if number not in self._sequences:
             return
         sequence = self._sequences[number]

@@ -119,7 +119,7 @@ def _is_collective(module: nn.Module) -> bool:
 
 
 def kind_of_probes(is_sliced: bool, inputs: Any, side: Mapping[str, Any], tokens: int | None) -> object:
-    """What tells which probes a microbatch may have: ranks whose passes are collective must make the same."""
+    """What tells which probes a unit may have: ranks whose passes are collective must make the same."""
     named = {**(inputs if isinstance(inputs, dict) else {}), **side}
     if not is_sliced and not tells_ends(side) and "position_ids" not in named:
         return None

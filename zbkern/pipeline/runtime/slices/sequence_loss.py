@@ -45,21 +45,21 @@ class _Begun(NamedTuple):
 
 
 class SequenceLosses:
-    """The losses of a step's sequences on the rank of the last chunk. units: what its microbatches are."""
+    """The losses of a step's sequences on the rank of the last chunk. units: those of the schedule."""
 
     def __init__(self, loss_fn: LossFn, units: Sequence[Unit]) -> None:
         self._loss_fn, self._units = loss_fn, units
         self._waiting: dict[int, list[tuple[int, Any]]] = {}  # outputs, with their tokens, of sequences not through
         self._begun: dict[int, _Begun] = {}
 
-    def forward(self, microbatch: int, outputs: Any, carry: Any, target: Target) -> Tensor | None:
+    def forward(self, unit: int, outputs: Any, carry: Any, target: Target) -> Tensor | None:
         """Takes the outputs of a slice, which had this `Carry`, None for a whole sequence. Returns the loss of the
         sequence behind its last slice; None before.
 
         Raises TypeError for outputs that cannot be put together."""
-        number = self._units[microbatch].microbatch
+        number = self._units[unit].microbatch
         self._waiting.setdefault(number, []).append((carry.end - carry.start if carry else 0, outputs))
-        if not self._units[microbatch].is_last:
+        if not self._units[unit].is_last:
             return None
         parts = self._waiting.pop(number)
         leaves, structure = put_together(parts)
@@ -70,9 +70,9 @@ class SequenceLosses:
             self._begun[number] = _Begun(loss, leaves, places, structure)
         return loss.detach()
 
-    def gradients(self, microbatch: int) -> Any:
+    def gradients(self, unit: int) -> Any:
         """The gradients of a slice's outputs, in their tree. The last slice, which comes first, runs the backward."""
-        number, index, count = self._units[microbatch]
+        number, index, count = self._units[unit]
         loss, leaves, places, structure = self._begun[number]
         if index + 1 == count:
             if loss.requires_grad:  # no weight where it does not: all are frozen, or there is none
