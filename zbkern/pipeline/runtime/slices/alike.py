@@ -99,14 +99,15 @@ class Alike(TorchFunctionMode):
 
 def _choose_first(name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Writes into indices: of the first one, or the first ones, of those that no mask has taken out."""
-    if not args or not args[0].is_floating_point():
-        return
+    values = args[0] if args else kwargs.get("input")
     indices = result if name.startswith("arg") else result[1] if isinstance(result, tuple) else None
-    if indices is None or not indices.dim():
+    if indices is None or not isinstance(values, Tensor) or not values.is_floating_point():
         return
-    values, place = args[0], 2 if name == "topk" else 1
-    along = kwargs.get("dim", args[place] if len(args) > place else -1)
+    place = 2 if name == "topk" else 1
+    along = kwargs.get("dim", args[place] if len(args) > place else -1 if name == "topk" else None)
+    if along is None or not values.dim():
+        return  # of all numbers, in the place of one of each token
     is_masked = values.abs() >= torch.finfo(values.dtype).max / 2
-    first = is_masked.to(torch.int8).argsort(along, stable=True)
+    first = is_masked.to(torch.int8).argsort(dim=along, stable=True)
     first = first.narrow(along, 0, indices.shape[along] if name == "topk" else 1)
     indices.copy_(first.view(indices.shape))
