@@ -36,7 +36,7 @@ class SharedMemoryTransport(DistributedTransport):
     group: of gloo, for headers.
     """
 
-    def _communicators(self, ranks: list[int]) -> tuple[Any, Any]:
+    def _communicators(self, ranks: list[int], headers: tuple[Any, Any]) -> tuple[Any, Any]:
         store = dist.distributed_c10d._get_default_store()
         made = store.add(f"bench/shared_memory/{self.rank}", 1)  # as often on all ranks
         self._groups = tuple(

@@ -36,7 +36,7 @@ class Peer:
     def receive(self, number: int, timeout: float = 20) -> None:
         if not self.turn.ask(tag(number), self._read_arrived):
             self.mailbox.wait_for(1, tag(number), timeout)
-            self.turn.settle()
+            self.turn.waited()
         self.mailbox.take(tag(number))
 
     def end(self) -> list[int]:

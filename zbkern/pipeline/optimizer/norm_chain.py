@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zbkern.pipeline.optimizer.own_settings import Settings
-from zbkern.pipeline.transport.base import Transport, total_tag
+from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.mailbox import Note
 
 
@@ -85,6 +85,11 @@ class NormChain:
         """Where the chain ends: sends the sum of all ranks to the others."""
         for peer in self.transport.peers:
             self.transport.send(peer, total_tag(step), total.tolist())
+
+
+def total_tag(step: int) -> Note:
+    """The tag of the sums of squares of all ranks in the n-th optimizer step."""
+    return Note(step, f"the squared gradient norm of all stages, optimizer step {step}")
 
 
 def _tag(rank: int, step: int) -> Note:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.transport.base import Transport, total_tag
+from zbkern.pipeline.optimizer.norm_chain import total_tag
+from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.framing import Notice
 from zbkern.pipeline.transport.mailbox import Mailbox, Note, Tag
 

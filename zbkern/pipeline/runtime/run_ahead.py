@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from zbkern.pipeline.optimizer.norm_chain import total_tag
 from zbkern.pipeline.runtime.call import Calls
 from zbkern.pipeline.runtime.forward_state import ForwardState
-from zbkern.pipeline.transport.base import total_tag
 
 
 def run_ahead(calls: Calls) -> int:

@@ -209,11 +209,6 @@ def _answer_of(rank: int) -> Note:
     return Note(rank, f"an answer of rank {rank}")
 
 
-def total_tag(step: int) -> Note:
-    """The tag of the sums of squares of all ranks in the n-th optimizer step."""
-    return Note(step, f"the squared gradient norm of all stages, optimizer step {step}")
-
-
 def check_timeout(function: str, timeout: float) -> float:
     """`timeout`, seconds to wait for one message. Raises ValueError for one out of range.
 

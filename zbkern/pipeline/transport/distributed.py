@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -102,10 +102,10 @@ class DistributedTransport(Transport):
 
     def _open_connections(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        self._headers_up, self._headers_down = (new_communicator(ranks, "gloo") for _ in range(2))
-        self._up, self._down = self._communicators(ranks)
+        headers = new_communicator(ranks, "gloo"), new_communicator(ranks, "gloo")
+        self._up, self._down = map(_Direction, headers, self._communicators(ranks, headers))
         if not self._on_cpu:
-            self._locks = {id(group): threading.Lock() for group in (self._up, self._down)}
+            self._locks = {id(each.tensors): threading.Lock() for each in (self._up, self._down)}
             self._receiving = torch.cuda.Stream(self.device)  # every stream more may share a hardware queue with others
         self._join(Mailbox(self.rank))
         self._lost = self._aborted = False
@@ -120,10 +120,7 @@ class DistributedTransport(Transport):
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
         self._unreachable: set[int] = set()  # peers whose connection has ended
-        below, above = (self._headers_up, self._up), (self._headers_down, self._down)
-        self._incoming = {
-            peer: Incoming(*(below if peer < self.rank else above), peer, carries=self._on_cpu) for peer in self.peers
-        }
+        self._incoming = {peer: Incoming(*self._from(peer), peer, carries=self._on_cpu) for peer in self.peers}
         self._turns = {peer: Turn(self._mailbox) for peer in self.peers}
         self._is_asked_ahead = not self._on_cpu  # whether messages must be here before they are asked for
         self._receivers = {
@@ -140,16 +137,22 @@ class DistributedTransport(Transport):
         for thread in self._threads:
             thread.start()
         # multiprocessing's: it also runs where a child process ends, which has no atexit; the last one runs first
-        connections = self._receivers, self._sender, (self._headers_up, self._headers_down)
+        connections = self._receivers, self._sender, headers
         self._end_threads = Finalize(None, _end_threads, connections, exitpriority=0)
         self._close_at_exit = Finalize(None, self._end_with_process, exitpriority=0)
 
-    def _communicators(self, ranks: list[int]) -> tuple[Any, Any]:
+    def _communicators(self, ranks: list[int], headers: tuple[Any, Any]) -> tuple[Any, Any]:
         """Of tensors, to higher and to lower ranks."""
         if self._on_cpu:
-            return self._headers_up, self._headers_down
+            return headers
         up, down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
         return up, down
+
+    def _to(self, peer: int) -> _Direction:
+        return self._up if peer > self.rank else self._down
+
+    def _from(self, peer: int) -> _Direction:
+        return self._up if peer < self.rank else self._down
 
     def send(self, peer: int, tag: Tag | Note, message: Any) -> None:
         if peer == self.rank:
@@ -207,7 +210,7 @@ class DistributedTransport(Transport):
     def _connect_pair(self, low: int, high: int) -> None:
         peer = low + high - self.rank
         with self._on_stream():
-            for group, sends in ((self._up, self.rank == low), (self._down, self.rank == high)):
+            for (_, group), sends in ((self._up, self.rank == low), (self._down, self.rank == high)):
                 token = torch.empty(1, dtype=torch.uint8, device=self.device)
                 with self._locks[id(group)]:
                     (group.send if sends else group.recv)([token], peer, TENSORS).wait()
@@ -278,8 +281,8 @@ class DistributedTransport(Transport):
             self._end_threads.cancel()
         self._receivers = {}  # those that did not end in time have no say in connections opened later
         if not self._aborted:
-            close_groups([self._up, self._down])
-        self._headers_up = self._headers_down = self._up = self._down = None
+            close_groups([self._up.tensors, self._down.tensors])
+        self._up = self._down = _Direction(None, None)
         self._incoming = {}
 
     def _end(self, message: FinalMessage) -> None:
@@ -321,7 +324,7 @@ class DistributedTransport(Transport):
                 f"way that did not end: {self._mailbox.failure}"
             )
         self._aborted = True
-        close_groups([self._up, self._down], abort=True)
+        close_groups([self._up.tensors, self._down.tensors], abort=True)
 
     def _send_final(self, peer: int, message: FinalMessage) -> None:
         try:
@@ -351,7 +354,7 @@ class DistributedTransport(Transport):
 
     def _start_send(self, peer: int, message: Message, tensors: Sequence[Tensor] = ()) -> _Works:
         """Sends a message, and its tensors. One that is interrupted here is the last but for the final one."""
-        headers, group = (self._headers_up, self._up) if peer > self.rank else (self._headers_down, self._down)
+        headers, group = self._to(peer)
         packed = None if self._on_cpu else pack(tensors)
         with self._header_lock, not_profiled():  # all parts of one message before those of another thread's
             parts, carried = self._outgoing[peer].frame(message, tensors)
@@ -410,7 +413,7 @@ class DistributedTransport(Transport):
             super().wait_for(peer, tag, timeout, instead)
         elif self._mailbox.failure is not None or not self._turns[peer].ask(tag, partial(self._read_arrived, peer)):
             super().wait_for(peer, tag, timeout)
-            self._turns[peer].settle()
+            self._turns[peer].waited()
 
     def _read_arrived(self, peer: int) -> bool | None:
         """Reads the peer's next message in this thread, as `Turn.ask` has it."""
@@ -423,7 +426,7 @@ class DistributedTransport(Transport):
 
     def _post_tensors(self, peer: int, size: int) -> tuple[Tensor, list[dist.Work]]:
         """On a GPU, where they are received while others go on."""
-        group = self._up if peer < self.rank else self._down
+        group = self._from(peer).tensors
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         if size == 0:
             return buffer, []
@@ -494,6 +497,13 @@ class DistributedTransport(Transport):
             return
         with torch.cuda.device(self.device), torch.cuda.stream(self._receiving):
             yield
+
+
+class _Direction(NamedTuple):
+    """The communicators of messages to higher ranks, or to lower ones: gloo's, and those of tensors that follow."""
+
+    headers: Any
+    tensors: Any
 
 
 def _can_receive_here() -> bool:

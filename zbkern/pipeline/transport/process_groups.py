@@ -45,7 +45,7 @@ def new_communicator(ranks: Sequence[int], backend: str) -> Any:
     place = place_in_store(ranks, "group"), ranks.index(dist.get_rank()), len(ranks)
     if backend == "nccl":  # two ranks connect in their first message
         with _environ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):  # else its watchdog ends a process whose peer is gone
-            return kind(*place, nccl_options())
+            return kind(*place, _nccl_options())
     try:  # gloo has one time-out to connect and for messages: `finish` has another for these
         return kind(*place, timedelta(seconds=rendezvous_timeout()))
     except RuntimeError as error:
@@ -55,7 +55,7 @@ def new_communicator(ranks: Sequence[int], backend: str) -> Any:
         ) from error
 
 
-def nccl_options() -> Any:
+def _nccl_options() -> Any:
     """A message's kernel waits for the other rank on at most _CTAS multiprocessors: NCCL would take 16 or more."""
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = FOREVER

@@ -22,7 +22,7 @@ _give_way: Callable[[], Any] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Turn:
-    """That of one peer. `ask` and `settle` are for who waits, the others for the peer's thread."""
+    """That of one peer. `ask` and `waited` are for who waits, the others for the peer's thread."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -32,7 +32,7 @@ class Turn:
         self._awaited: Any = None  # the tag that somebody waits for, and does not look for
 
     def ask(self, tag: Any, read_arrived: Callable[[], bool | None]) -> bool:
-        """Whether the message is there. If not, the thread reads on until it is, or `settle`.
+        """Whether the message is there. If not, the thread reads on until it is, or `waited`.
 
         read_arrived: reads a message that is there completely, and returns True; None where none is, False where it is
         for the thread.
@@ -54,7 +54,7 @@ class Turn:
         self._called.set()
         return False
 
-    def settle(self) -> None:
+    def waited(self) -> None:
         """After the wait that follows `ask`."""
         self._awaited = None
 
