@@ -1,14 +1,10 @@
-"""Several processes on one GPU, without a GPU: messages through shared memory, and the benchmark over them."""
+"""Several processes on one GPU, without a GPU: messages through shared memory. The benchmark over them runs in
+test_gpu_session.py."""
 
 from __future__ import annotations
 
-import os
 import random
-import re
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,13 +63,3 @@ def test_a_receive_ends_with_its_group() -> None:
     group.abort()
     with pytest.raises(RuntimeError, match="will send and receive no more"):
         group.recv([torch.empty(1, dtype=torch.uint8)], 0, 0)
-
-
-@pytest.mark.slow
-def test_every_schedule_has_the_gradients_of_one_process() -> None:
-    command = [sys.executable, "-m", "bench.one_gpu", "--ranks", "2", "--tiny", "--seconds", "240"]
-    where = {"cwd": Path(__file__).parents[2], "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=330, **where)  # type: ignore[call-overload]
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("simulated idle") == 10  # eight schedules, a planned batch, and the table
-    assert re.search(r"torch's 1F1B: step .*\n(.*\n)+unequal, 1F1B: step .*\nunequal, planned: step", done.stdout)

@@ -170,8 +170,9 @@ def step(folder: str, name: str, schedule: str, tensor: int, data: int, checkpoi
 SCHEDULES = ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])  # the others: under FSDP2, below
+@pytest.mark.parametrize(  # other models: under FSDP2, below
+    ("name", "schedule"), [*(("llama3", schedule) for schedule in SCHEDULES), ("qwen3_moe", "DualPipeV")]
+)
 def test_models_and_schedules(fresh_ranks: Any, package: str, name: str, schedule: str) -> None:
     assert min(fresh_ranks.run(step, package, name, schedule, 1, 1, False, False)) > 0
 

@@ -81,7 +81,7 @@ def test_a_pipeline_trains_as_one_process_does(name: str, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "seeds"), [(2, 2), (3, 1), (4, 1)])
+@pytest.mark.parametrize(("size", "seeds"), [(2, 1), (3, 1), (4, 1)])
 @pytest.mark.parametrize("part", range(3))
 def test_everything_trains_as_one_process_does(size: int, seeds: int, part: int) -> None:
     rng = random.Random(seed_of(size))
@@ -97,7 +97,7 @@ def test_everything_trains_as_one_process_does(size: int, seeds: int, part: int)
 @pytest.mark.parametrize("size", [5, 8])
 def test_many_ranks_train_as_one_process_does(size: int) -> None:
     rng = random.Random(seed_of(size))
-    for name, case in rng.sample([*cases(size)], 10):
+    for name, case in rng.sample([*cases(size)], 6):
         seed, queues = rng.randrange(10**6), rng.choice(QUEUES)
         print(name, size, seed, queues)
         check(case, seed, queues)

@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc"),
 ]
 
-STEPS, WARM_UP, SEQUENCES, LONGEST = 300, 100, 6, 120
+STEPS, WARM_UP, SEQUENCES, LONGEST = 160, 60, 6, 60
 
 
 class Held(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ H100 = load_hardware("h100")
 
 def path_of(name: str) -> str:
     return str(CONFIGURATIONS / f"{name}.json")
+
+
+def of_layers(count: int, folder: Path, name: str = "llama-3-8b") -> Path:
+    """The file of a configuration with so many layers: fewer fill as much of fewer GPUs, in less time."""
+    path = folder / f"{name}-{count}.json"
+    path.write_text(json.dumps(json.loads(Path(path_of(name)).read_text()) | {"num_hidden_layers": count}))
+    return path
 
 
 def model_of(name: str) -> Architecture:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 
@@ -27,12 +28,21 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(why_no_gpu() is not None, reason=str(
 
 def installed(factory: pytest.TempPathFactory, module: str, *requirements: str) -> str:
     """The folder of a framework, to append to sys.path: "" where the module is here already. It uses the torch that is
-    here. Skips where it cannot be had."""
+    here, and is installed once for all workers of a run. Skips where it cannot be had."""
     if importlib.util.find_spec(module) is not None:
         return ""
-    folder = str(factory.mktemp(module))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    done = subprocess.run([*pip, "--target", folder, *requirements], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"{requirements[0]} could not be installed: {done.stderr[-200:]}")
-    return folder
+    import fcntl  # not on Windows, where none of these runs
+
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"installed-{module}"
+    folder.mkdir(exist_ok=True)
+    said = folder / "said.txt"  # by pip
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+            done = subprocess.run([*pip, "--target", str(folder), *requirements], capture_output=True, text=True)
+            said.write_text(done.stderr[-200:] if done.returncode else "")
+    if said.read_text():
+        pytest.skip(f"{requirements[0]} could not be installed: {said.read_text()}")
+    return str(folder)

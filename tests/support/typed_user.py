@@ -1,4 +1,4 @@
-"""What a user's type checker makes of the public API: read by mypy --strict in test_types.py, and never run.
+"""What a user's type checker makes of the public API: mypy reads it in `make lint`, with what --strict has; never run.
 
 A line that must be refused says so in a `type: ignore`, which is an error itself when there is nothing to ignore.
 """

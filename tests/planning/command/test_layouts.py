@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.support.configurations import H100, model_of, path_of
+from tests.support.configurations import H100, model_of, of_layers, path_of
 from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion
-from zbkern.planning.cost_model.architecture import architecture
+from zbkern.planning.cost_model.architecture import architecture, load_architecture
 from zbkern.planning.cost_model.model_costs import Job, Setting
 
 EIGHT = ["--config", path_of("llama-3-405b"), "--gpus", "8", "--batch"]
@@ -92,24 +93,23 @@ def test_layouts_that_cannot_work_have_no_estimate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "gpus", "batch"), [("llama-3-8b", 4, 8), ("gemma-2-9b", 8, 16)])
-def test_no_layout_is_faster_than_the_first(name: str, gpus: int, batch: int) -> None:
-    """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing."""
-    question = LayoutQuestion(model_of(name), H100, gpus, batch, effort=0)
+@pytest.mark.parametrize(("name", "layers", "gpus", "batch"), [("llama-3-8b", 16, 2, 8), ("gemma-2-9b", 20, 4, 16)])
+def test_no_layout_is_faster_than_the_first(name: str, layers: int, gpus: int, batch: int, tmp_path: Path) -> None:
+    """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing.
+
+    The parts of each answer are its step."""
+    model = load_architecture(of_layers(layers, tmp_path, name))
+    question = LayoutQuestion(model, H100, gpus, batch, effort=0)
     best = layouts.search(question)
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
     assert all(max(each.plan.timeline.peak_memory) <= each.layout.setting.limit for each in best)
     for layout in layouts.layouts(question):
         seconds, tried = layouts.estimate(layout) or (math.inf, layout)
-        if seconds > 1.3 * best[0].seconds:
+        if seconds > 1.1 * best[0].seconds:  # an estimate is hardly ever above its plan
             continue
         planned = layouts.planned(replace(tried, effort=0))
         assert planned is None or planned.seconds >= best[0].seconds * 0.995, sizes_of(layout)
-
-
-@pytest.mark.slow
-def test_the_parts_of_a_step_are_the_step() -> None:
-    for answer in layouts.search(LayoutQuestion(model_of("llama-3-8b"), H100, 4, 8, effort=0)):
+    for answer in best:
         setting, stages = answer.layout.setting, answer.layout.stages
         step = answer.plan.timeline.cost / 1e3 + setting.beside(stages)
         assert answer.seconds == pytest.approx(step, rel=1e-12)
@@ -118,9 +118,9 @@ def test_the_parts_of_a_step_are_the_step() -> None:
 
 
 @pytest.mark.slow
-def test_the_printed_options_plan_the_same_step(run_plan) -> None:
-    path = path_of("llama-3-8b")
-    printed = run_plan("--config", path, "--gpus", "4", "--batch", "16")
+def test_the_printed_options_plan_the_same_step(run_plan, tmp_path: Path) -> None:
+    path = of_layers(16, tmp_path)
+    printed = run_plan("--config", path, "--gpus", "2", "--batch", "8")
     first = re.search(r"(?m)^.* microbatches of .*?(\d[\d.]*) s  ", printed)
     options = re.search(r"--stages.*?--microbatch-size \d+(?: --\S+| \d+)*", printed, re.DOTALL)
     assert first
@@ -158,8 +158,8 @@ def test_one_stage_recomputes_where_it_must() -> None:
 
 
 @pytest.mark.slow
-def test_a_layout_to_compare_with_says_why_it_loses(run_plan) -> None:
-    path = path_of("llama-3-8b")
+def test_a_layout_to_compare_with_says_why_it_loses(run_plan, tmp_path: Path) -> None:
+    path = of_layers(12, tmp_path)
     sizes = ["--config", path, "--gpus", "8", "--batch", "16", "--sequence", "4096", "--effort", "0"]
     lines = [line.strip() for line in run_plan(*sizes, "--stages", "1", "--tensor-parallel", "8").splitlines()]
     rows = [line for line in lines if line.startswith("tp 8, ") and "plan-linear" in line]
