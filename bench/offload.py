@@ -1,13 +1,13 @@
 """What offload and recomputation are worth: plans of one model in less and less memory, with and without them.
 
-    python -m bench.offload [--effort 0] [--copy-size 0.1]
+    python -m bench.offload [--effort 0]
 
 Simulated, nothing is measured: a model of equal layers on 8 ranks with 24 microbatches. Times are those of a Llama-3 8B
 layer with sequences of 4096 tokens, relative to its F (counted in floating-point operations); memory is what zbkern's
 block saves for backward and holds for W (bench/split.py, LLAMA, counted in elements).
 
-"Offload" moves all that an F leaves in one transfer, or in small ones, of a tenth of what it leaves on a rank (or of
---copy-size). A second table has 1F1B, made to fit, with both.
+"Offload" moves all that an F leaves in one transfer, or in small ones, of a tenth of what it leaves on a rank. A second
+table has 1F1B, made to fit, with both.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from zbkern.reporting import markdown_table
 
 STAGES, MICROBATCHES = 8, 24
 LIMITS = (1.0, 0.75, 0.5, 0.25)  # 1 is what 1F1B holds on its first rank
+COPY = 2.0  # how long a copy takes, in the time of F
+COPY_SIZE = 0.1  # of a small transfer, in what F leaves on a rank
 SMALL = "offload, small transfers"
 WAYS = {"neither": {}, "offload": {"offload": True}, SMALL: {"offload": True}, "recompute": {"recompute": True}}
 HEADER = ("chunks", "a copy takes", "memory", *WAYS)
@@ -52,13 +54,13 @@ def costs(chunks: int, copy: float, copy_size: float | None = None) -> Costs:
     )
 
 
-def measure(chunks: int, copy: float, limit: float, effort: int, copy_size: float) -> dict[str, Any]:
+def measure(chunks: int, limit: float, effort: int) -> dict[str, Any]:
     """Steps of the plans relative to 1F1B's, which holds 1; None where no schedule fits."""
-    one = costs(1, copy)
+    one = costs(1, COPY)
     base = simulate(schedules.one_f_one_b(STAGES, MICROBATCHES), one).cost
-    row: dict[str, Any] = {"chunks": chunks, "copy": copy, "limit": limit}
+    row: dict[str, Any] = {"chunks": chunks, "copy": COPY, "limit": limit}
     for name, way in WAYS.items():
-        mine = costs(chunks, copy, copy_size if name == SMALL else None)
+        mine = costs(chunks, COPY, COPY_SIZE if name == SMALL else None)
         try:
             found = plan(mine, STAGES, MICROBATCHES, chunks, memory_limit=limit * STAGES, effort=effort, **way)
         except ScheduleError:
@@ -69,11 +71,11 @@ def measure(chunks: int, copy: float, limit: float, effort: int, copy_size: floa
     return row
 
 
-def transfers(copy: float, limit: float, small: float) -> list[str]:
+def transfers(copy: float, limit: float) -> list[str]:
     """A row: 1F1B that holds `limit` microbatches on every rank, relative to itself, in one transfer or small ones."""
     schedule = schedules.one_f_one_b(STAGES, MICROBATCHES)
     row = [f"{copy:g} F", f"{limit:g}"]
-    for copy_size in (None, small):
+    for copy_size in (None, COPY_SIZE):
         mine = costs(1, copy, copy_size)
         try:
             row.append(f"{fit(schedule, mine, limit).cost / simulate(schedule, mine).cost:.3f}")
@@ -85,17 +87,15 @@ def transfers(copy: float, limit: float, small: float) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="bench.offload", description=__doc__.splitlines()[0])
     parser.add_argument("--effort", type=int, default=0, help="of every plan")
-    parser.add_argument("--copy", type=float, default=2.0, help="how long a copy takes, in the time of F")
-    parser.add_argument("--copy-size", type=float, default=0.1, help="of a small transfer, in what F leaves on a rank")
     add_out(parser)
     options = parser.parse_args()
     rows = []
     for chunks in (1, 2):
         for limit in LIMITS:
-            rows.append(measure(chunks, options.copy, limit, options.effort, options.copy_size))
+            rows.append(measure(chunks, limit, options.effort))
             print(_line(rows[-1]), flush=True)
     print(markdown_table(HEADER, [_line(row) for row in rows]))
-    fitted = [transfers(*each, options.copy_size) for each in FITTED]
+    fitted = [transfers(*each) for each in FITTED]
     print("\n" + markdown_table(("a copy takes", "memory", "one transfer", "small transfers"), fitted))
     print(write_json("offload", rows, options.out))
 

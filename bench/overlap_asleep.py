@@ -4,7 +4,7 @@ Each of F, B and W sleeps for --unit seconds on a rank. All-to-alls of F and B a
 has one in flight at a time. What is measured beyond the simulation is then the engine's: its turns and its waiting.
 The gradients are checked: every W must have run once for every microbatch.
 
-    python -m bench.overlap_asleep [--ranks 4] [--microbatches 16] [--shares 0.14 0.25 0.4] [--unit 0.2] [--out FOLDER]
+    python -m bench.overlap_asleep [--ranks 4] [--microbatches 16] [--unit 0.2] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -176,13 +176,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
-    parser.add_argument("--shares", type=float, nargs="+", default=[*overlap_planned.SHARES], help="of all-to-alls")
     parser.add_argument("--unit", type=float, default=0.2, help="seconds of F of one microbatch on one rank")
     report.add_out(parser)
     o = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = []
-    for share in o.shares:
+    for share in overlap_planned.SHARES:
         costs = costs_of(share, o.unit)
         planned = plan(costs, o.ranks, o.microbatches, 2, "v", effort=0).schedule
         pairs = schedules.dualpipe_v(o.ranks, o.microbatches)

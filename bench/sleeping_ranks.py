@@ -2,17 +2,14 @@
 
 The ranks are threads of one process (`LocalTransport`), their layers sleep in F, B and W, and messages take as
 long as the costs say. The difference to the simulated cost is then that of the engine: its loop, waiting and filling.
-The gradients are checked: W of every layer must have run once for every microbatch. With --jitter the time of each
-pass is random, and planned and eager filling of one schedule are compared on the same samples.
+The gradients are checked: W must have run once for every microbatch.
 
     python -m bench.sleeping_ranks [--stages 32] [--microbatches 32] [--unit 0.2] [--only zb_h1 ...] [--out FOLDER]
-    python -m bench.sleeping_ranks --jitter 0.1 --stages 8 --microbatches 24 --unit 0.1
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -59,23 +56,18 @@ class Sleep(torch.autograd.Function):
 
 
 class Chunk(nn.Module):
-    """A chunk of some layers. `durations`: of F, B and W of each microbatch in turn; without them nothing sleeps."""
+    """`seconds` of F, B and W; at first nothing sleeps."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(1) for _ in range(layers))
-        self.durations: list[tuple[float, float, float]] = []
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.seconds = [0.0, 0.0, 0.0]
 
     def forward(self, x: Tensor) -> Tensor:
-        seconds = [part / len(self.weights) for part in self.durations.pop(0)] if self.durations else (0.0, 0.0, 0.0)
-        for weight in self.weights:
-            x = Sleep.apply(x, weight, seconds)
-        return x
+        return Sleep.apply(x, self.weight, self.seconds)
 
 
-def measure(
-    schedule: Schedule, fill: str, unit: float, layers: int = 1, jitter: float = 0.0, seed: int = 0
-) -> tuple[float, float]:
+def measure(schedule: Schedule, fill: str, unit: float) -> tuple[float, float]:
     """(simulated, measured) cost in seconds, of a step after one that does not sleep.
 
     Eager filling depends on what has arrived. With equal costs messages often arrive exactly when needed, which never
@@ -83,24 +75,19 @@ def measure(
     """
     seconds = [unit * share / schedule.chunks for share in (FORWARD, BACKWARD, WEIGHT)]
     travel = unit * COMMUNICATION
-    count = schedule.microbatches
     ring = ranks.delayed_ring(schedule.ranks, lambda *_: travel)
 
     def step(rank: int) -> float:
-        modules = {chunk: Chunk(layers) for chunk in schedule.chunks_of(rank)}
-        with Pipeline(modules.values(), schedule, lambda y, _: y.sum(), ring[rank], fill=fill, timeout=60) as pipe:
-            inputs = torch.ones(count, 1, requires_grad=True)
+        modules = [Chunk() for _ in schedule.chunks_of(rank)]
+        with Pipeline(modules, schedule, lambda y, _: y.sum(), ring[rank], fill=fill, timeout=60) as pipe:
+            inputs = torch.ones(schedule.microbatches, 1, requires_grad=True)
             pipe.step(inputs, inputs)
-            for chunk, module in modules.items():
-                generator = random.Random(f"{seed} {chunk}")
-                module.durations = [
-                    tuple(part * max(0.0, generator.gauss(1, jitter)) for part in seconds) for _ in range(count)
-                ]
+            for module in modules:
+                module.seconds = seconds
             pipe.step(inputs, inputs)
             timeline = pipe.last.gather_timeline()
-        for module in modules.values():
-            for weight in module.weights:
-                torch.testing.assert_close(weight.grad, torch.full((1,), 2.0))
+        for module in modules:
+            torch.testing.assert_close(module.weight.grad, torch.full((1,), 2.0))
         return timeline.cost
 
     found = ranks.run_in_threads([ring], step)
@@ -122,35 +109,19 @@ def every_schedule(
     return found
 
 
-def under_jitter(stages: int, microbatches: int, unit: float, jitter: float) -> dict[str, list[float]]:
-    """Fill -> measured cost of each of five samples."""
-    schedule = schedules.zb_h1(stages, microbatches)
-    found = {
-        fill: [measure(schedule, fill, unit, 8, jitter, seed)[1] for seed in range(5)] for fill in ("planned", "eager")
-    }
-    rows = [(fill, f"{statistics.mean(costs):.3f} s") for fill, costs in found.items()]
-    print(markdown_table((f"zb_h1, passes vary by {jitter:.0%}", "measured"), rows))
-    print(f"eager takes {statistics.mean(found['eager']) / statistics.mean(found['planned']):.3f} of planned")
-    return found
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stages", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--unit", type=float, default=0.2, help="seconds of F of one microbatch on one rank")
-    parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of a pass, as a part of its mean")
     parser.add_argument("--only", nargs="+", choices=NAMES, metavar="NAME", help="of: " + ", ".join(NAMES))
     add_out(parser)
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     size = (arguments.stages, arguments.microbatches, arguments.unit)
     print(f"\n{size[0]} virtual ranks, {size[1]} microbatches, F of {size[2]:g} s\n")
-    if arguments.jitter:
-        name, figures = "sleeping_ranks_jitter", under_jitter(*size, arguments.jitter)
-    else:
-        name, figures = "sleeping_ranks", every_schedule(*size, arguments.only)
-    print(f"\n{machine_line(environment())}\n{write_json(name, figures, arguments.out)}")
+    figures = every_schedule(*size, arguments.only)
+    print(f"\n{machine_line(environment())}\n{write_json('sleeping_ranks', figures, arguments.out)}")
 
 
 if __name__ == "__main__":

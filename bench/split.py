@@ -24,13 +24,9 @@ from bench import report
 from bench.split_heads import HEADS, HEADS_TABLE, head_row
 from bench.split_models import (
     LLAMA,
-    Experts,
-    Library,
     LlamaBlock,
-    Looped,
     OwnLinear,
     OwnNorm,
-    Shared,
     TorchMLP,
     attention_block,
     chain,
@@ -237,19 +233,14 @@ Row = Callable[[], dict]
 def split_rows(rounds: int) -> list[Row]:
     """Each of the models, small ones with more rounds."""
     many = 4 * rounds
-    experts = Experts(8, 256, 256), torch.randn(512, 256), floor_bytes(512, 2 * 256 + 3 * 256)
     gated = TorchMLP(256, 768), torch.randn(256, 256), floor_bytes(256, 2 * 256 + 3 * 768)
     attention = attention_block(256, 4), torch.randn(2, 128, 256), floor_bytes(256, 6 * 256)
     large = chain(512), torch.randn(256, 512), floor_bytes(256, 12 * 512)
-    of_experts = "8 experts 256/256, 512 tokens"
-    peers = ((", beside a loop", Looped), (", beside torch._grouped_mm", Library))
+    small = chain(64), torch.randn(16, 64), floor_bytes(16, 12 * 64)
     deferrals = (("all wait", None), ("attention's do not", not_of_attention))
     return [
         lambda: split_row("six 512-wide, 256 tokens", *large, rounds),
-        lambda: split_row("six 64-wide, 16 tokens", *small(chain(64)), 20 * rounds),
-        lambda: split_row("the same, intercepted", *small(chain(64, kind=OwnLinear)), 20 * rounds),
-        lambda: split_row(of_experts, *experts, many),
-        *(functools.partial(experts_row, f"{of_experts}{peer}", model, many) for peer, model in peers),
+        lambda: split_row("six 64-wide, 16 tokens", *small, 20 * rounds),
         lambda: split_row("gated MLP 256/768, 256 tokens", *gated, many, zbkern.nn.MLP(256, 768)),
         lambda: split_row("attention 256, 2 x 128 tokens", *attention, many),
         *(
@@ -262,16 +253,6 @@ def split_rows(rounds: int) -> list[Row]:
 def floor_bytes(tokens: int, features: int) -> int:
     """Of so many fp32 features of so many tokens."""
     return 4 * tokens * features
-
-
-def small(model: nn.Module) -> tuple[nn.Module, Tensor, int]:
-    """Six layers of 64, their input, and the bytes of all inputs and output gradients."""
-    return model, torch.randn(16, 64), floor_bytes(16, 12 * 64)
-
-
-def experts_row(name: str, model: type[Shared], rounds: int) -> dict:
-    floor, x = floor_bytes(512, 5 * 256), torch.randn(512, 256)
-    return split_row(name, model(256, 256, 8), x, floor, rounds, Shared(256, 256, 8))
 
 
 def parts(rounds: int) -> dict[str, list[Row]]:

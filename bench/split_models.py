@@ -1,4 +1,4 @@
-"""Models of bench.split: layers, experts, a gated MLP, attention and a Llama block, ours and as others write them."""
+"""Models of bench.split: layers, a gated MLP, attention and a Llama block, ours and as others write them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class OwnLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias)
 
 
-def chain(width: int, kind: type[nn.Linear] = nn.Linear, layers: int = 6) -> nn.Module:
-    return nn.Sequential(*[kind(width, width) for _ in range(layers)])
+def chain(width: int) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(6)])
 
 
 class OwnNorm(nn.RMSNorm):
@@ -29,59 +29,8 @@ class OwnNorm(nn.RMSNorm):
         return F.rms_norm(x, x.shape[-1:], None, self.eps) * (1.0 + (self.weight - 1.0))
 
 
-class Experts(nn.Module):
-    """Experts in two parameters, called in a loop, as the transformers library does."""
-
-    def __init__(self, count: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.randn(count, 2 * hidden, width) / width**0.5)
-        self.down = nn.Parameter(torch.randn(count, width, hidden) / hidden**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = []
-        for index, rows in enumerate(x.chunk(len(self.down))):
-            gate, up = F.linear(rows, self.gate_up[index]).chunk(2, -1)
-            parts.append(F.linear(F.silu(gate) * up, self.down[index]))
-        return torch.cat(parts)
-
-
-class Shared(zbkern.nn.Experts):
-    """Experts with fixed, uneven shares of the rows; the third has none."""
-
-    SHARES = (0.25, 0.05, 0, 0.1, 0.3, 0.05, 0.05, 0.2)
-
-    def counts(self, x: Tensor) -> Tensor:
-        ends = (torch.tensor(self.SHARES).cumsum(0) * len(x)).round().long()
-        return ends.diff(prepend=ends.new_zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, self.counts(x))
-
-
-class Looped(Shared):
-    """The same parameters in a loop over the experts."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = []
-        for rows, first, second in zip(
-            x.split(self.counts(x).tolist()), self.gate_up_proj, self.down_proj, strict=True
-        ):
-            gate, up = F.linear(rows, first).chunk(2, -1)
-            parts.append(F.linear(F.silu(gate) * up, second))
-        return torch.cat(parts)
-
-
-class Library(Shared):
-    """The same parameters by torch._grouped_mm."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        ends = self.counts(x).cumsum(0).int()
-        gate, up = torch._grouped_mm(x, self.gate_up_proj.mT, ends).chunk(2, -1)
-        return torch._grouped_mm(F.silu(gate) * up, self.down_proj.mT, ends)
-
-
 class TorchMLP(zbkern.nn.MLP):
-    """The same parameters in torch's operations."""
+    """A gated MLP in torch's operations."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))

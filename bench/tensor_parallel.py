@@ -4,7 +4,7 @@ A block of norm, gate, up and down, whose weights are cut over two ranks and its
 parallelize_module). A step is several microbatches; the W of each runs after the B of the next. No figure without a
 check that the gradients are those of torch's own backward.
 
-    python -m bench.tensor_parallel [--width 512] [--tokens 512] [--microbatches 4] [--rounds 20]
+    python -m bench.tensor_parallel [--rounds 20]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.split_models import TorchMLP
 from zbkern import testing
 from zbkern.reporting import environment, machine_line
 
-RANKS = 2
+RANKS, WIDTH, TOKENS, BLOCKS, MICROBATCHES = 2, 512, 512, 2, 4  # tokens of a microbatch, of which each rank has half
 PLAIN = "torch's backward"
 VARIANTS: dict[str, dict[str, Any]] = {
     "inputs kept": {},
@@ -72,17 +72,17 @@ def parallelized(model: nn.Module, blocks: int, mesh: Any) -> nn.Module:
     return parallelize_module(model, mesh, {f"{i}.{name}": s for i in range(blocks) for name, s in styles.items()})
 
 
-def rows(width: int, tokens: int, blocks: int, microbatches: int, rounds: int) -> list[dict]:
+def rows(rounds: int) -> list[dict]:
     """One row per way; both ranks measure, in the same order."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (RANKS,))
     torch.manual_seed(0)
-    plain = nn.Sequential(*[Block(width) for _ in range(blocks)])
-    twin = parallelized(zbkern.convert(copy.deepcopy(plain)), blocks, mesh)
-    plain = parallelized(plain, blocks, mesh)
-    xs = [torch.randn(1, tokens // RANKS, width).requires_grad_() for _ in range(microbatches)]
-    dys = [torch.randn(1, tokens // RANKS, width) for _ in range(microbatches)]
+    plain = nn.Sequential(*[Block(WIDTH) for _ in range(BLOCKS)])
+    twin = parallelized(zbkern.convert(copy.deepcopy(plain)), BLOCKS, mesh)
+    plain = parallelized(plain, BLOCKS, mesh)
+    xs = [torch.randn(1, TOKENS // RANKS, WIDTH).requires_grad_() for _ in range(MICROBATCHES)]
+    dys = [torch.randn(1, TOKENS // RANKS, WIDTH) for _ in range(MICROBATCHES)]
     queues = {name: zbkern.WGradQueue(**options) for name, options in VARIANTS.items()}
 
     def plain_step() -> None:
@@ -132,19 +132,12 @@ COLUMNS = (
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default, what in (
-        ("width", 512, "features of a block; its hidden layer has twice as many"),
-        ("tokens", 512, "tokens of a microbatch, of which each rank has half"),
-        ("blocks", 2, "blocks one after the other"),
-        ("microbatches", 4, "microbatches of a step"),
-        ("rounds", 20, "timed rounds"),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds")
     report.add_out(parser)
     o = parser.parse_args(arguments)
-    found = ranks.run(RANKS, rows, o.width, o.tokens, o.blocks, o.microbatches, o.rounds)
+    found = ranks.run(RANKS, rows, o.rounds)
     print(machine_line(environment()), end="\n\n")
-    title = f"{o.blocks} blocks of width {o.width}, {o.microbatches} microbatches of {o.tokens} tokens, 2 gloo ranks"
+    title = f"{BLOCKS} blocks of width {WIDTH}, {MICROBATCHES} microbatches of {TOKENS} tokens, 2 gloo ranks"
     print(report.table(title, COLUMNS, found))
     print("\n" + report.write_json("tensor_parallel", found, o.out))
     return 0
