@@ -37,8 +37,8 @@ O   Offload: from here on a unit's tensors are in the host's memory: its activat
     Gives:   nothing to any other rank.
     Memory:  frees the tensors.
 
-L   Load: the copy of offloaded tensors back to the device begins here, after earlier loads of the rank. The B or BW
-    that needs them waits for each where it comes to it, a W for all.
+L   Load: the copy of offloaded tensors back to the device begins here, after earlier loads of the rank. The B, BW or W
+    that needs them waits for each where it comes to it.
     Needs:   its own O.
     Gives:   nothing to any other rank.
     Memory:  takes the tensors again, as soon as the copy begins.
