@@ -162,7 +162,8 @@ def load_hardware(name: str, path: str | Path | None = None, attention: str | No
         if row["like"] not in [*shipped]:
             raise ValueError(f"load_hardware: like of {name} must be one of {', '.join(shipped)}; got {row['like']!r}")
         row = {**shipped[row["like"]], **{field: value for field, value in row.items() if field != "like"}}
-    kernels = (row.get("attention") if isinstance(row, dict) else None) or {}
+    check_fields(f"load_hardware: {name!r} of {path} (as those of {TABLE})", Hardware, row)
+    kernels = row.get("attention") or {}
     if not isinstance(kernels, dict) or not all(isinstance(pair, list) and len(pair) == 2 for pair in kernels.values()):
         example = '{"cudnn": [0.57, 0.475]}'
         raise ValueError(
@@ -175,5 +176,4 @@ def load_hardware(name: str, path: str | Path | None = None, attention: str | No
             known = ", ".join(kernels or ("those of a table that names some",))
             raise ValueError(f"load_hardware: attention of {name} must be one of {known}; got {attention!r}")
         row = {**row, "attention": attention, **dict(zip(_ATTENTION, kernels[attention], strict=True))}
-    check_fields(f"load_hardware: {name!r} of {path} (as those of {TABLE})", Hardware, row)
     return Hardware(**({**row, "name": name} if own else row))

@@ -183,7 +183,7 @@ def _layers(setting: Setting) -> list[_Layer]:
             layers.append(layer)
     layers.append(_head(architecture.names[2], setting))
     for name in architecture.predictor_names:
-        layers += _block(name, architecture.blocks[-1], setting, joined=True), _head(f"{name}.shared_head", setting)
+        layers += *_blocks(architecture.blocks[-1], setting, name), _head(f"{name}.shared_head", setting)
     if job.fully_shard:
         for layer in layers:
             layer.wait_for_shards()
@@ -385,12 +385,12 @@ class _Layer:
         self.messages += time
         self.waits += exposed * time
 
-    def wait_for_messages(self, other: _Layer | None = None) -> None:
+    def wait_for_messages(self, *others: _Layer) -> None:
         """What F and B take longer for their messages: what computing cannot hide, because it waits or is too short.
 
-        other: the other half of a block, each of which hides messages of both.
+        others: the other half of a block, each of which hides messages of both.
         """
-        gpu, layers = self.hardware, [self, *([] if other is None else [other])]
+        gpu, layers = self.hardware, (self, *others)
         messages, waits = (sum(getattr(layer, name) for layer in layers) for name in ("messages", "waits"))
         for name in ("forward", "backward"):
             hidden = gpu.hiding_share * sum(getattr(layer, name) for layer in layers)
@@ -443,22 +443,24 @@ def _head(name: str, setting: Setting) -> _Layer:
     return layer
 
 
-def _blocks(block: Block, setting: Setting) -> list[_Layer]:
-    """One, or two, whose names are how those of halves end."""
-    if not setting.job.halves or len(block.halves) == 1:
-        return [_block("", block, setting)]
-    halves = zip(HALVES, block.halves, strict=True)
-    first, second = (_block(name, replace(block, parts=parts), setting, share=0.5) for name, parts in halves)
-    first.wait_for_messages(second)
-    for layer, parts in zip((first, second), block.halves, strict=True):
+def _blocks(block: Block, setting: Setting, predictor: str = "") -> list[_Layer]:
+    """One, or two, whose names are how those of halves end; for a predictor of that name always one."""
+    halves = block.halves if setting.job.halves and not predictor else (block.parts,)
+    names, share = (HALVES, 0.5) if halves[1:] else ((predictor,), 1.0)
+    layers = [
+        _block(_Layer(name, setting), replace(block, parts=parts), share, bool(predictor))
+        for name, parts in zip(names, halves, strict=True)
+    ]
+    layers[0].wait_for_messages(*layers[1:])
+    for layer, parts in zip(layers, halves, strict=True):
         layer.wait_for_unfused(parts)
-    return [first, second]
+    return layers
 
 
-def _block(name: str, block: Block, setting: Setting, joined: bool = False, share: float = 1.0) -> _Layer:
-    """joined: with the product in front that joins a predictor's two inputs. share: of norms, sums and launches, in
-    half a block, which does not wait for its messages here."""
-    layer, hardware, job = _Layer(name, setting), setting.hardware, setting.job
+def _block(layer: _Layer, block: Block, share: float, joined: bool) -> _Layer:
+    """With what it computes, and no wait for messages. share: of norms, sums and launches, in half a block. joined:
+    with the product in front that joins a predictor's two inputs."""
+    hardware, job = layer.hardware, layer.job
     features, norms = layer.features, share * block.norms
     launches = share * hardware.layer_time + (hardware.expert_time if block.experts else 0.0)
     layer.forward = layer.backward = layer.weight = layer.overhead = launches
@@ -470,7 +472,4 @@ def _block(name: str, block: Block, setting: Setting, joined: bool = False, shar
         layer.keep(rows, 2 * features, 3 * features)
     for part in block.parts:
         layer.part(part)
-    if share == 1.0:
-        layer.wait_for_messages()
-        layer.wait_for_unfused(block.parts)
     return layer

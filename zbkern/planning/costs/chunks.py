@@ -18,7 +18,7 @@ PerChunk = float | Sequence[float]
 COPY_SIZE = 64 * 2**20  # bytes: a millisecond or two of a link to the host, and a small part of a chunk's activations
 _EXPECTED = "a number or one number per chunk"
 _SLOWEST = 1e-3  # of ranks: one that is slower than that is broken
-_ROUNDING = 1e-9  # relative: sums of parts and of wholes differ in the last digits
+ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 LARGEST = 1e100  # of any cost: sums and ratios of costs then stay far from the ends of floating point
 
 
@@ -191,7 +191,7 @@ class Costs(CommonCosts):
         for name, wholes in PARTS.items():
             most = [sum(each) for each in zip(*(flat[whole] for whole in wholes), strict=True)]
             for chunk, (part, whole) in enumerate(zip(flat[name], most, strict=True)):
-                if part > whole * (1 + _ROUNDING):
+                if part > whole * (1 + ROUNDING):
                     must = f"must be at most its {' + '.join(wholes)}, {whole:g}"
                     raise ValueError(f"Costs: {name} of chunk {chunk} {must}; got {part:g}")
             flat[name] = tuple(map(min, flat[name], most))

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from zbkern.planning.costs.chunks import checked_number
+from zbkern.planning.costs.chunks import ROUNDING, checked_number
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.schedules.actions import Action
 from zbkern.schedules.program import recomputed, streamed
 
-ROUNDING = 1e-9  # relative: sums of fractions of one number differ in the last digits
 Limit = float | Sequence[float] | None  # one number, or one per rank
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbkern.planning.costs.chunks import Costs, checked_number
+from zbkern.planning.costs.chunks import ROUNDING, Costs, checked_number
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.memory import Limit, Memory, limits_of
 from zbkern.planning.simulation.copies import Copies
@@ -26,7 +26,6 @@ from zbkern.schedules.program import FILLS, offloads_or_recomputes, recomputed
 from zbkern.schedules.schedule import Schedule
 
 _TAKING = ("F", "R")  # passes that take memory
-_ROUNDING = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 
 
 def simulate(
@@ -111,7 +110,7 @@ class _Run:
     def fill_eagerly(self, limits: Sequence[float]) -> None:
         self._beside, self._groups = (), {}
         self._rows = [[action for action in row if action.kind != "W"] for row in self._rows]
-        slack = _ROUNDING * max(limits)
+        slack = ROUNDING * max(limits)
         self._eager, self._limits = [deque() for _ in limits], [limit + slack for limit in limits]
 
     def timeline(self) -> Timeline:
