@@ -45,7 +45,7 @@ from bench import engines, report
 from bench.shared_memory import SharedMemoryTransport
 from bench.virtual_stages import Block
 from zbkern.pipeline import BatchPlan, Costs, Pipeline, Schedule, plan, plan_batch, rehearse, schedules, simulate
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import step_costs
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.reporting import markdown_table
 
@@ -199,7 +199,7 @@ class Rank:
         """Of a schedule of the equal microbatches, whose costs are noted, or of another batch."""
         row, timelines = self.timed(schedule, batch or self.batch)
         if batch is None:
-            costs = drift.costs(timelines, Costs(activation=1 / schedule.chunks))  # memory: of a rank
+            costs = step_costs.costs(timelines, Costs(activation=1 / schedule.chunks))  # memory: of a rank
             simulated = simulate(schedule, costs)
             row |= {"simulated": simulated.cost, "simulated idle": simulated.bubble_rate}
             measured[name] = costs

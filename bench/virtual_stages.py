@@ -31,7 +31,7 @@ import zbkern
 from bench import ahead, partitions, ranks, report
 from zbkern.pipeline import Costs, Pipeline, Schedule, draw, plan, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import step_costs
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.reporting import markdown_table
 
@@ -213,7 +213,7 @@ def compare(runner: Runner, microbatches: int, rounds: int) -> tuple[dict[str, C
     folded = schedules.zb_v(STAGES, microbatches), "planned"
     steps = runner.run({"one chunk": flat, "two chunks": folded}, 3)
     memory = {"one chunk": Costs(), "two chunks": Costs(activation=0.5)}  # of a stage; W holds as much
-    costs = {name: drift.costs(timelines, memory[name]) for name, timelines in steps.items()}
+    costs = {name: step_costs.costs(timelines, memory[name]) for name, timelines in steps.items()}
     one, two = costs.values()
     size = {"stages": STAGES, "microbatches": microbatches, "memory_limit": STAGES}
     candidates: dict[str, tuple[Schedule, str]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from zbkern.pipeline import Costs, LayerCosts, ModelCosts, plan, schedules, simulate
 from zbkern.planning.costs.flat import flat_costs
-from zbkern.planning.simulation import comparison, drift
+from zbkern.planning.simulation import comparison, drift, step_costs
 
 
 def test_numbers_stand_for_every_chunk() -> None:
@@ -50,7 +50,7 @@ def test_units_are_carried_by_json_and_by_everything_made_of_the_costs(tmp_path:
     assert (timeline.unit, timeline.memory_unit) == ("ms", "bytes")
     cut = comparison.rechunk(costs, 2, 4)
     assert (cut.time_unit, cut.memory_unit, cut.communication) == ("ms", "bytes", 0.5)
-    measured = drift.costs([timeline], costs)
+    measured = step_costs.costs([timeline], costs)
     assert (measured.time_unit, measured.memory_unit) == ("ms", "bytes")
     assert (simulate(schedules.zb_h1(2, 4)).unit, simulate(schedules.zb_h1(2, 4)).memory_unit) == ("", "")
 

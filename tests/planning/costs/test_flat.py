@@ -16,7 +16,7 @@ from zbkern.planning.costs.chunks import ChunkCosts
 from zbkern.planning.costs.equal_slices import equal_lengths, equal_times
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner.offload import fit
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import step_costs
 
 SOME = Costs(
     *(8.0, 12.0, 4.0),
@@ -147,7 +147,7 @@ def test_windows_of_a_configuration() -> None:
 def test_measured_slices_give_the_costs_of_the_sequence() -> None:
     given_ = Costs(8.0, 12.0, 4.0, attention_forward=4.0, attention_backward=8.0)
     schedule = schedules.zb_h1(2, 2, slices=[5, 4, 3, 2])
-    found = drift.costs([simulate(schedule, given_)])
+    found = step_costs.costs([simulate(schedule, given_)])
     assert found.forward == pytest.approx((8.0, 8.0))
     assert found.attention_forward == pytest.approx((4.0, 4.0))
     assert found.attention_backward == pytest.approx((8.0, 8.0))

@@ -9,7 +9,7 @@ import pytest
 
 from zbkern.pipeline import Action, Costs, Event, Schedule, Timeline, schedules, simulate
 from zbkern.planning.draw import svg, trace
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import drift, step_costs
 
 
 def build(*rows: str, microbatches: int = 1) -> Schedule:
@@ -207,9 +207,9 @@ def test_measured_copies_and_recomputations_give_costs_that_simulate_alike() -> 
     given = Costs(held=0.5, offload_bandwidth=0.5, reload_bandwidth=2, recompute=0.75, checkpoint=0.25)
     schedule = build("0F0 0F1 0F2 0O0 0R1 0BW1 0L0 0BW0 0B2 0O2 0L2 0W2", microbatches=3)
     timeline = simulate(schedule, given)
-    found = drift.costs([timeline], given)
+    found = step_costs.costs([timeline], given)
     assert simulate(schedule, found).events == timeline.events
-    assert simulate(schedule, drift.costs([timeline], Costs(held=0.5))).cost == pytest.approx(timeline.cost)
+    assert simulate(schedule, step_costs.costs([timeline], Costs(held=0.5))).cost == pytest.approx(timeline.cost)
     assert "planned" in str(drift.compare(timeline))
     seconds = drift.in_seconds(Costs(offload_bandwidth=3, recompute=[2, 4], latency=5, time_unit="ms"))
     assert (seconds.offload_bandwidth, seconds.reload_bandwidth, seconds.recompute) == (3000, None, (0.002, 0.004))

@@ -1,8 +1,7 @@
-"""Costs and losses read off timelines: of simulated ones they are known."""
+"""Losses read off timelines: of simulated ones they are known."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,40 +10,14 @@ from torch import nn
 
 from bench.overlap_planned import costs_of
 from tests.support.chunks import make_data, make_model
-from zbkern.pipeline import Costs, Pipeline, StepOptions, Timeline, plan, schedules, simulate
+from zbkern.pipeline import Costs, Pipeline, StepOptions, plan, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.planner import native
 from zbkern.planning.planner.batch import plan_batch
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import drift, step_costs
 from zbkern.planning.simulation.timeline import rescaled
 
 COSTS = Costs(forward=(2, 3, 2, 4), backward=(2, 2.5, 2, 3), weight=(1, 1.5, 1, 2), communication=0.25)
-
-
-@pytest.mark.parametrize("fill", ["planned", "eager"])
-@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
-def test_costs_of_a_simulated_timeline_are_those_it_was_simulated_with(name: str, fill: str) -> None:
-    schedule = getattr(schedules, name)(4, 8)
-    found = drift.costs([simulate(schedule, COSTS, fill=fill)])
-    for field in ("forward", "backward", "weight"):
-        assert getattr(found, field) == pytest.approx(getattr(COSTS, field))
-    assert found.communication == pytest.approx(0.25)
-
-
-def test_the_spread_of_times_is_that_of_the_pass_that_varies_most() -> None:
-    def steps(*forwards: float) -> list[Timeline]:
-        return [simulate(schedules.zb_h1(2, 4), Costs(forward=(time, 2))) for time in forwards]
-
-    assert drift.spread(steps(2, 2, 2)) == 0
-    assert drift.spread(steps(2, 2, 2, 3)) == pytest.approx(0.125)  # 2 to 2.25, of a median of 2
-    assert drift.spread(steps(0, 0, 0.04)) < 0.04  # of the mean of all passes
-    assert drift.spread([simulate(schedules.zb_h1(1, 1))]) == math.inf
-
-
-def test_fused_passes_are_measured_as_two_halves() -> None:
-    found = drift.costs([simulate(schedules.one_f_one_b(4, 8), COSTS)])
-    assert found.forward == pytest.approx(COSTS.forward)
-    assert [b + w for b, w in zip(found.backward, found.weight, strict=True)] == pytest.approx([3, 4, 3, 5])
 
 
 def test_a_step_as_planned_has_lost_nothing() -> None:
@@ -185,5 +158,5 @@ def test_a_slow_rank_has_its_speed_and_a_new_cut_a_gain() -> None:
     slower = drift.compare(simulate(schedule, replace(costs, speeds=(0.8,) * 4)), costs)
     assert slower.speeds == (1, 1, 1, 1)
     assert "speeds" not in slower.to_text()
-    measured = drift.costs([found.measured], replace(costs, speeds=(1, 0.5, 1, 1)))  # are in the times
+    measured = step_costs.costs([found.measured], replace(costs, speeds=(1, 0.5, 1, 1)))  # are in the times
     assert simulate(schedule, measured).cost == pytest.approx(found.measured.cost)

@@ -25,7 +25,7 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.tied_weights import all_ties
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn
 from zbkern.planning.costs.chunks import Costs, checked_speeds
-from zbkern.planning.simulation import comparison, drift
+from zbkern.planning.simulation import comparison, step_costs
 from zbkern.planning.simulation.timeline import Event, Timeline, arrival
 from zbkern.schedules.actions import COPIES, Action, ScheduleError, check_count
 from zbkern.schedules.ahead import memory_ahead
@@ -84,7 +84,7 @@ class Rehearsal:
                 f"Rehearsal.costs: all sequences must be cut alike; {self.schedule.name} cuts each in its own way: "
                 "profile a step of whole sequences for costs, and compare with BatchPlan.published"
             )
-        return replace(drift.costs([self.alike]), speeds=self.speeds)
+        return replace(step_costs.costs([self.alike]), speeds=self.speeds)
 
     def compare(self, names: Iterable[str] = ("one_f_one_b", "interleaved")) -> list[Timeline]:
         """Published schedules of the same model and batch, simulated with `costs`. Raises ValueError as these do."""

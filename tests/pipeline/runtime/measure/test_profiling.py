@@ -31,7 +31,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import edges
 from zbkern.pipeline.runtime.stage import Stage
 from zbkern.pipeline.transport.base import PipelineError
 from zbkern.pipeline.transport.local import LocalTransport
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import step_costs
 
 
 class Slow(torch.autograd.Function):
@@ -269,7 +269,7 @@ def steps_where_one_replica_is_noisy(kind: str) -> int:
     """How many steps a profile takes on this rank, of which the first replica alone finds that times differ."""
     ours, steps = Stages(kind, (2, 2, "zb_h1")), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drift, "spread", lambda timelines: float(ours.data[0] == 0))
+        patch.setattr(step_costs, "spread", lambda timelines: float(ours.data[0] == 0))
         step = Pipeline.step
         patch.setattr(Pipeline, "step", lambda *given, **named: steps.append(1) or step(*given, **named))
         given = ours.schedule.placement, loss_fn, *ours.batch(0), MICROBATCHES, ours.group

@@ -14,7 +14,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import edges
 from zbkern.planning.costs.chunks import COMPUTED, Costs
 from zbkern.planning.costs.flat import Growth, Growths
 from zbkern.planning.costs.layers import LayerCosts, ModelCosts
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import step_costs
 from zbkern.planning.simulation.timeline import Timeline
 
 AS_FAST = 0.05  # ranks whose speeds differ by less are equal: times vary as much
@@ -64,13 +64,13 @@ class Measurements(NamedTuple):
 def chunk_costs(steps: Measurements) -> Costs:
     """What `profile` returns."""
     chunks, count = steps.chunks, len(steps.chunks)
-    alone, merged, fused = (drift.costs(t).per_chunk(count) for t in (steps.separate, steps.merged, steps.fused))
+    alone, merged, fused = (step_costs.costs(t).per_chunk(count) for t in (steps.separate, steps.merged, steps.fused))
     overhead = [max(0.0, both - bw) for both, bw in zip(alone.fused, fused.fused, strict=True)]
     microbatches = steps.separate[0].schedule.microbatches
     share = microbatches / max(1, microbatches - 1)  # of m W in a row, m - 1 follow another one
     saving = [min(w, max(0.0, w - together) * share) for w, together in zip(alone.weight, merged.weight, strict=True)]
     costs = replace(
-        drift.costs(steps.separate),
+        step_costs.costs(steps.separate),
         communication=communication(steps.separate, count),
         message=[chunk.output for chunk in chunks[:-1]],
         activation=[chunk.activation for chunk in chunks],
@@ -91,7 +91,7 @@ def chunk_costs(steps: Measurements) -> Costs:
         costs = _with_packs(costs, steps)
     if steps.recomputing is None:
         return costs
-    lengths = drift.costs(steps.recomputing).per_chunk(count).recompute
+    lengths = step_costs.costs(steps.recomputing).per_chunk(count).recompute
     return replace(
         costs,
         recompute=[length if chunk.recomputes else 0.0 for length, chunk in zip(lengths, chunks, strict=True)],
@@ -101,7 +101,7 @@ def chunk_costs(steps: Measurements) -> Costs:
 
 def _with_slices(costs: Costs, sliced: Sequence[Timeline], chunks: Sequence[MeasuredChunk]) -> Costs:
     """The costs, with what matters to slices besides."""
-    tokens, flat, times = chunks[0].tokens, costs.per_chunk(len(chunks)), drift.medians(sliced)
+    tokens, flat, times = chunks[0].tokens, costs.per_chunk(len(chunks)), step_costs.medians(sliced)
     assert tokens is not None
     lengths = sliced[0].schedule.slices
     places = [*edges("profile", tokens, lengths), (0, tokens)]
@@ -130,7 +130,7 @@ def _with_packs(costs: Costs, steps: Measurements) -> Costs:
     assert packs is not None
     assert costs.tokens is not None
     assert steps.packed is not None
-    times, growths = drift.medians(steps.packed), Growths.of(costs.per_chunk(count))
+    times, growths = step_costs.medians(steps.packed), Growths.of(costs.per_chunk(count))
     tokens = mean(map(sum, packs)) / costs.tokens
     pairs = mean(sum(length * length for length in pack) for pack in packs) / costs.tokens**2
     between = mean(sum(pack) ** 2 for pack in packs) / costs.tokens**2 - pairs
@@ -251,7 +251,7 @@ def _medians(values: Sequence[float], alike: Sequence[Hashable]) -> tuple[float,
 
 def communication(timelines: Sequence[Timeline], chunks: int) -> float | list[float]:
     """The least time over all edges where they are alike, which noise only adds to; else one per edge."""
-    hops = drift.hops(timelines)
+    hops = step_costs.hops(timelines)
     least = min(hops.values(), default=0.0)
     if max(hops.values(), default=0.0) <= 2 * least:
         return least

@@ -27,7 +27,7 @@ from zbkern.pipeline.runtime.options import ProfileOptions, StepOptions
 from zbkern.pipeline.runtime.slices.sliced_batch import ENDS, LossFn, check_sliceable, length_of, lengths_of_pack
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.tensors import tensors_in
-from zbkern.planning.simulation import drift
+from zbkern.planning.simulation import step_costs
 from zbkern.planning.simulation.timeline import Timeline, rescaled
 from zbkern.schedules.actions import Action, check_count
 from zbkern.schedules.program import merge_neighbours
@@ -106,7 +106,7 @@ class ProbeSteps:
                 kinds["packed"] = _Kind(apart, packs=self.options.packs)
             timelines = self._in_turn(pipe, kinds)
             if pipe.rank == 0:
-                self._warn_of_noise(max(map(drift.spread, timelines.values())))
+                self._warn_of_noise(max(map(step_costs.spread, timelines.values())))
             again = (kinds["recomputing"].ledger if "recomputing" in kinds else None) or counting
             known: dict[int, MeasuredChunk] = {}
             for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
@@ -148,7 +148,7 @@ class ProbeSteps:
         found: dict[str, list[Timeline]] = {name: [] for name in kinds}
 
         def differ() -> bool:  # replicas communicate in a step: all take as many
-            return pipe._calls.on_any_replica(any(drift.spread(each[1:]) > STEADY for each in found.values()))
+            return pipe._calls.on_any_replica(any(step_costs.spread(each[1:]) > STEADY for each in found.values()))
 
         repeats, turns = self.options.repeats, 0
         while turns <= repeats or (turns <= PATIENCE * repeats and differ()):
