@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.nccl_standin.communicators import Gloo, Nccl, Network
 from tests.nccl_standin.gpu import Event, Gpu, Stream
 from tests.nccl_standin.scheduler import Modules, Scheduler
+from zbkern.pipeline.runtime.slices import comparison
 from zbkern.pipeline.transport import base, distributed, mailbox
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport
@@ -150,6 +151,8 @@ class Run:
                 stack.enter_context(mock.patch.object(distributed, name, value))
             stack.enter_context(mock.patch.object(mailbox, "threading", modules.threading))
             stack.enter_context(mock.patch.object(base, "time", modules.time))
+            # a rank that has it gives its turn away where it reads a number
+            stack.enter_context(mock.patch.object(comparison, "_one_at_a_time", modules.threading.Lock()))
             for name in ("tolist", "item"):
                 stack.enter_context(mock.patch.object(Tensor, name, waiting(name)))
             stack.enter_context(

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 HOST = 5e-6  # seconds that a thread's turn takes on average
+REAL = 300.0  # seconds of a run by the clock, which are few, on the busiest machine
 
 
 class Stuck(Exception):
@@ -92,7 +93,8 @@ class Scheduler:
         self._limit = seconds
         self._stuck = ""
         self._give_turn(None)
-        self._idle.acquire()
+        if not self._idle.acquire(timeout=REAL):
+            raise AssertionError(f"a thread waits for what is not the scheduler's, such as a real lock:\n{self._places()}")
         self.is_over = True
         for task in self._tasks:  # one after the other
             if not task.over:
