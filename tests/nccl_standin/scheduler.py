@@ -94,7 +94,9 @@ class Scheduler:
         self._stuck = ""
         self._give_turn(None)
         if not self._idle.acquire(timeout=REAL):
-            raise AssertionError(f"a thread waits for what is not the scheduler's, such as a real lock:\n{self._places()}")
+            raise AssertionError(
+                f"a thread waits for what is not the scheduler's, such as a real lock:\n{self._places()}"
+            )
         self.is_over = True
         for task in self._tasks:  # one after the other
             if not task.over:
