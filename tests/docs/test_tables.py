@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 
 import zbkern
-from bench import context, gpu, layouts, models, overlap_counted, overlap_planned, published_runs
+from bench import (
+    context,
+    gpu,
+    layouts,
+    models,
+    overlap_counted,
+    overlap_planned,
+    planner,
+    planner_exact,
+    published_runs,
+)
 from zbkern.kernels import dispatch, spec
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.pipeline.runtime.last_step import LastStep
@@ -172,6 +182,29 @@ def test_plans_in_a_v() -> None:
     for limit, *cells in tables(page("schedules.md"), "memory", "published", "plan", "lower bound"):
         row = found[float(limit.partition(" ")[0])]
         assert all(map(shown_in, cells, (row["published"], row["plan"], row["lower_bound"]))), (cells, row)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["one", "v"])
+def test_saved_plans_are_of_the_planner_as_it_is(section: str) -> None:
+    """Those found in a second, of 8 ranks or 16: then run the benchmark again."""
+    saved = [row for row in results(f"planner_{section}") if row["seconds"] < 1 and row["optimal"]][::12]
+    cells = {cell[:1] + cell[2:6]: cell for cell in planner.SECTIONS[section]()}
+    for row in saved:
+        cell = cells[tuple(row[name] for name in ("model", "stages", "microbatches", "chunks", "limit"))]
+        assert planner.measure(cell, row["effort"])["plan"] == pytest.approx(row["plan"], abs=1e-6), row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_plans_beside_their_bounds(chunks: int) -> None:
+    """The rows of four ranks and eight microbatches; the others take minutes."""
+    (row,) = (row for row in tables(page("schedules.md"), "p", "m", "chunks") if row[:3] == ["4", "8", str(chunks)])
+    cases = [case for case in planner_exact.usual() if case[2:5] == (4, 8, chunks)]
+    found = [planner_exact.measure(case, None, planner_exact.EFFORT) for case in cases]
+    rates = [rate for each in found for rate in (each["plan"], each["lower_bound"])]
+    assert len(row[3:]) == len(rates)
+    assert all(map(shown_in, row[3:], rates))
 
 
 def test_offload_and_recomputation() -> None:
