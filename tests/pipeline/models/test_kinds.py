@@ -121,9 +121,7 @@ def random_cut(rng: random.Random, kind: str) -> tuple[Schedule, list[float] | N
     return schedule, [0, *sorted(rng.sample(starts, len(schedule.placement) - 1))]
 
 
-@pytest.mark.parametrize(
-    "number", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind for kind in KINDS]
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import random
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -216,7 +217,7 @@ def _run(
 def _drawn_outside_of_torch() -> dict[str, Any]:
     """Which random numbers come next, by who draws them."""
     numpy = sys.modules.get("numpy.random")
-    return {"Python": random.getstate(), **({} if numpy is None else {"NumPy": str(numpy.get_state())})}
+    return {"Python": random.getstate(), **({} if numpy is None else {"NumPy": pickle.dumps(numpy.get_state())})}
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
