@@ -20,7 +20,7 @@ from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.probe import Probes
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up
-from zbkern.pipeline.transport.tensors import wait_for
+from zbkern.pipeline.transport.tensors import arrived
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue, in_flight
 from zbkern.wgrad.queue import AT_ONCE
@@ -292,7 +292,7 @@ def _resolved(tensor: Tensor) -> Tensor:
 
     A collective must have filled it. A conjugate or negative that torch has only noted on the tensor would be lost.
     """
-    return wait_for(tensor).resolve_conj().resolve_neg()
+    return arrived(tensor).resolve_conj().resolve_neg()
 
 
 def _take_gradient(leaf: Any) -> Tensor | None:

@@ -20,6 +20,6 @@ def local_part(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def wait_for(tensor: Any) -> Tensor:
+def arrived(tensor: Any) -> Tensor:
     """The tensor itself, whose memory can be read: a collective's AsyncCollectiveTensor has none of its own."""
     return tensor.trigger_wait() if hasattr(tensor, "trigger_wait") else tensor

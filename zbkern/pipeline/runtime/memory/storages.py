@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zbkern.data_parallel import parameter_groups, unsharded
 from zbkern.pipeline.runtime.memory.host_copies import Copy, Lanes
 from zbkern.pipeline.runtime.replicas.data_parallel import sharded_roots
-from zbkern.pipeline.transport.tensors import wait_for
+from zbkern.pipeline.transport.tensors import arrived
 from zbkern.wgrad.storages import storage_key
 
 
@@ -94,7 +94,7 @@ class Saved:
 
     def fill(self, tensor: Tensor) -> Tensor:
         # detached: a function that saves its own output would be kept alive by it, for ever where no backward runs
-        self.tensor = wait_for(tensor).detach()
+        self.tensor = arrived(tensor).detach()
         self.version = self.tensor._version
         return self.tensor
 
@@ -265,7 +265,7 @@ def parts(tensor: Any) -> Iterator[Tensor]:
 
     Waits for a collective that fills them: a DTensor may wrap what is still to arrive.
     """
-    tensor = wait_for(tensor)
+    tensor = arrived(tensor)
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.mailbox import Note
-from zbkern.pipeline.transport.tensors import local_part, wait_for
+from zbkern.pipeline.transport.tensors import arrived, local_part
 from zbkern.wgrad import accumulation
 
 logger = logging.getLogger("zbkern")
@@ -132,7 +132,7 @@ def _local_gradient(parameter: Tensor) -> Tensor:
         gradient = accumulation.empty_gradient(parameter).zero_()
         if parameter.requires_grad:  # a frozen one only takes part: an optimizer decays what has a gradient
             parameter.grad = gradient
-    return wait_for(local_part(gradient))
+    return arrived(local_part(gradient))
 
 
 def _fingerprint(parameter: Tensor) -> tuple[list[int], float] | None:

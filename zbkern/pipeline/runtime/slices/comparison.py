@@ -36,7 +36,7 @@ from zbkern.pipeline.runtime.slices.differences import (
 from zbkern.pipeline.runtime.slices.sliced_batch import cut
 from zbkern.pipeline.runtime.slices.traces import Traces, are_same, take_gradients
 from zbkern.pipeline.runtime.slices.undrawn import Undrawn
-from zbkern.pipeline.transport.tensors import local_part, tensors_in, wait_for
+from zbkern.pipeline.transport.tensors import arrived, local_part, tensors_in
 from zbkern.schedules import gpipe
 from zbkern.wgrad import WGradQueue
 from zbkern.wgrad.queue import thread
@@ -506,7 +506,7 @@ class Comparison:
         """Keeps what is returned for the whole, and gives it in the place of what is returned for a part."""
         if self._alike is not None and not key.is_input:
             self._alike.note(leaf)
-        tensor = leaf if type(leaf) is Tensor else local_part(wait_for(leaf))
+        tensor = leaf if type(leaf) is Tensor else local_part(arrived(leaf))
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dim() < 2 or not tensor.numel():
             return leaf
         self._bytes = min(self._bytes, tensor.element_size())
