@@ -380,8 +380,6 @@ Handler between(Instr& I) {
   return how == "max" && I.type == Type::f32 && I.parts.size() == 4 ? redux<F32, decltype(kMax)> : nullptr;
 }
 
-void nothing(Warp&, const Instr&, u32) {}
-
 }  // namespace
 
 Handler choose_alu(Instr& I) {

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "handlers.h"
+#include "operand.h"
 
 namespace ptx {
 namespace {
@@ -58,11 +59,6 @@ void cp_async_wait(Warp& w, const Instr& I, u32 m) {  // for all but the last gr
 }
 
 // ---- bulk copies ----
-
-u32 swizzled(u32 address, int mode) {  // 0 none, 1: 32 bytes, 2: 64, 3: 128
-  static const u32 masks[] = {0, 1, 3, 7};
-  return address ^ ((address >> 7 & masks[mode]) << 4);
-}
 
 // Calls f(byte in shared memory before swizzling, byte in global memory, bytes) for the part of each row of the box
 // that lies in the tensor.
@@ -194,8 +190,6 @@ void bulk_wait(Warp& w, const Instr& I, u32 m) {  // for all stores of these lan
     copies.erase(copies.begin() + static_cast<long>(i));
   }
 }
-
-void nothing(Warp&, const Instr&, u32) {}
 
 // What lies at both ends of a row of `bytes`, or null where one is no allocation's.
 u8* ends_of(const Copy& copy, u64 address, u32 bytes) {

@@ -8,4 +8,5 @@ Handler choose_memory(Instr& I);   // loads, stores, barriers, control
 Handler choose_copy(Instr& I);     // cp
 Handler choose_matrix(Instr& I);   // ldmatrix, stmatrix, mma, wgmma
 Handler choose_tensor(Instr& I);   // tcgen05
+inline void nothing(Warp&, const Instr&, u32) {}  // what it orders or fetches is in order, or there
 }  // namespace ptx

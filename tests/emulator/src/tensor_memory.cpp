@@ -83,7 +83,7 @@ void relinquish(Warp& w, const Instr&, u32) { w.cta->may_allocate = false; }
 
 // ---- ld and st ----
 
-enum Shape { s32x32, s16x64, s16x128, s16x256, s16x32x2 };
+enum Pattern { s32x32, s16x64, s16x128, s16x256, s16x32x2 };
 
 std::pair<u32, u32> place_of(int shape, u32 lane, u32 r, u32 split) {  // of register r: lane and column
   switch (shape) {
@@ -195,7 +195,7 @@ u32 lane_of(const Product5& p, u32 address, u32 row) {
   return (address >> 16) + (p.M == 64 ? row / 16 * 32 + row % 16 : row);
 }
 
-void mma(Warp& w, const Instr& I, u32 m) {
+void tensor_mma(Warp& w, const Instr& I, u32 m) {
   WarpGroup& pipe = w.cta->warp_groups[static_cast<std::size_t>(w.number / 4)];
   for (u32 lane = 0; lane < 32; ++lane) {
     if (!(m >> lane & 1)) continue;
@@ -285,8 +285,6 @@ void multiply(const TensorWork& work) {
   }
 }
 
-void nothing(Warp&, const Instr&, u32) {}
-
 }  // namespace
 
 void run_tensor_work(WarpGroup& pipe) {
@@ -317,7 +315,7 @@ Handler choose_tensor(Instr& I) {  // tcgen05.mma.cta_group::1.kind::f16, tcgen0
     const bool plain = I.args.size() == 5 && I.parts.size() == 4 && I.args[2].form == Arg::plain &&
                        (I.args[4].base.kind == Kind::pred || I.args[4].base.kind == Kind::constant);
     I.extra = I.has("kind::f16") ? 0 : I.has("kind::tf32") ? 1 : I.has("kind::f8f6f4") ? 2 : -1;
-    return plain && I.extra >= 0 ? mma : nullptr;
+    return plain && I.extra >= 0 ? tensor_mma : nullptr;
   }
   if (what == "commit") return I.args.size() == 1 ? commit : nullptr;
   I.together = true;
