@@ -29,9 +29,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", type=float, default=float("inf"), help="tests that begin later than this are skipped")
 
 
-def pytest_report_header() -> str | None:
-    missing = importlib.util.find_spec("triton") is None
-    return "triton is not installed: tests/emulator is left out" if missing else None
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    left_out = []
+    if not config.getoption("--slow"):
+        left_out.append("tests that take long are left out: run them with --slow")
+    if importlib.util.find_spec("triton") is None:
+        left_out.append("triton is not installed: tests/emulator is left out")
+    return left_out
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -41,9 +45,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
-        for item in items:
-            if "slow" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes long; run it with --slow"))
+        slow = [item for item in items if "slow" in item.keywords]
+        items[:] = [item for item in items if "slow" not in item.keywords]
+        config.hook.pytest_deselected(items=slow)  # to report each as skipped took seconds
 
 
 def pytest_collection_finish() -> None:
