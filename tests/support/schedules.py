@@ -140,7 +140,7 @@ def random_rows(rng: random.Random, published: Schedule | None = None) -> tuple[
 
 
 def last_before_next(row: list[Action], action: Action) -> int:
-    """Where the next pass of its microbatch is: the backward after an F, the first of W after a B."""
+    """Where the next pass of its unit is: the backward after an F, the first of W after a B."""
     kinds = ("B", "BW") if action.kind == "F" else ("W",)
     return next(i for i, each in enumerate(row) if each[1:] == action[1:] and each.kind in kinds)
 
@@ -159,11 +159,11 @@ def disturb(rng: random.Random, rows: Rows) -> None:
         row[at] = row[at]._replace(kind=rng.choice(["F", "B", "W", "BW", "R", "O", "L"]))
 
 
-def is_valid(rows: Rows, placement: tuple[int, ...], microbatches: int) -> bool:
+def is_valid(rows: Rows, placement: tuple[int, ...], units: int) -> bool:
     """By the rules of `actions.py`, and by running the ranks until none gets any further."""
     for chunk, owner in enumerate(placement):
-        for microbatch in range(microbatches):
-            mine = [action for action in rows[owner] if action[1:] == (chunk, microbatch)]
+        for unit in range(units):
+            mine = [action for action in rows[owner] if action[1:] == (chunk, unit)]
             if not ORDER.fullmatch("".join(action.kind for action in mine)):
                 return False
     done: set[tuple[str, int, int]] = set()
@@ -173,13 +173,13 @@ def is_valid(rows: Rows, placement: tuple[int, ...], microbatches: int) -> bool:
         if not ready:
             return False
         for row in ready:
-            kind, chunk, microbatch = row.pop(0)
-            done.add(("B" if kind == "BW" else kind, chunk, microbatch))
+            kind, chunk, unit = row.pop(0)
+            done.add(("B" if kind == "BW" else kind, chunk, unit))
     return True
 
 
 def needed(action: Action, chunks: int) -> set[tuple[str, int, int]]:
-    kind, chunk, microbatch = action
+    kind, chunk, unit = action
     if kind == "F" and chunk:
-        return {("F", chunk - 1, microbatch)}
-    return {("B", chunk + 1, microbatch)} if kind in ("B", "BW") and chunk + 1 < chunks else set()
+        return {("F", chunk - 1, unit)}
+    return {("B", chunk + 1, unit)} if kind in ("B", "BW") and chunk + 1 < chunks else set()

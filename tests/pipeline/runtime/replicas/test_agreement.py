@@ -128,8 +128,8 @@ def set_buffers(blocks: list[nn.Module], values: list[Tensor]) -> None:
 def test_unequal_numbers_of_microbatches_are_right_or_refused(four_ranks: Any, kind: str) -> None:
     for found in four_ranks.run(unequal_numbers, kind, timeout=120):
         if kind in ("fsdp", "tensor parallel"):
-            assert "replicas must run the same microbatches in the same order" in found
-            assert "got 3 microbatches on rank" in found
+            assert "replicas must run the same units in the same order" in found
+            assert "got 3 units on rank" in found
             assert "and 5 on rank" in found
         else:
             assert max(found) < 1e-6
@@ -145,7 +145,7 @@ def packs_of_one_replica(kind: str) -> str:
 
 def test_packs_of_one_replica_are_refused_where_every_pass_gathers_weights(four_ranks: Any) -> None:
     for found in four_ranks.run(packs_of_one_replica, "fsdp", timeout=120):
-        assert "replicas must run the same microbatches in the same order" in found
+        assert "replicas must run the same units in the same order" in found
 
 
 def evaluations_of_one_replica(kind: str) -> str | None:

@@ -52,14 +52,14 @@ class Agreement:
     def __bool__(self) -> bool:
         return bool(self._groups)
 
-    def check(self, call: str, passes: object, microbatches: int, transport: Transport, timeout: float) -> None:
+    def check(self, call: str, passes: object, units: int, transport: Transport, timeout: float) -> None:
         """Raises ValueError on all of these ranks where some make another call, or run other passes than the others.
 
         passes: equal for the same ones. transport: this rank's pipeline, whose failure ends this, too.
         Collective. Raises RuntimeError where a rank does not come in `timeout` seconds.
         """
         once = self._gathered_once()
-        numbers = [number_of(call), microbatches, number_of(passes)]
+        numbers = [number_of(call), units, number_of(passes)]
         for group in self._groups.values():
             ranks = dist.get_process_group_ranks(group)
             local = [*numbers[:1], 0, 0] if tuple(ranks) in once else numbers
@@ -73,8 +73,8 @@ class Agreement:
                     )
                 if row != rows[0]:
                     raise ValueError(
-                        f"Pipeline.{call}: replicas must run the same microbatches in the same order, because every "
-                        f"pass communicates with the others; got {rows[0][1]} microbatches on rank {ranks[0]} and "
+                        f"Pipeline.{call}: replicas must run the same units in the same order, because every "
+                        f"pass communicates with the others; got {rows[0][1]} units on rank {ranks[0]} and "
                         f"{row[1]} on rank {rank}: give all of them one schedule; fully_shard(..., "
                         "reshard_after_forward=False) gathers once a step, for any number"
                     )

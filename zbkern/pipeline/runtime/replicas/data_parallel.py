@@ -1,6 +1,6 @@
 """Replicas: stages under DistributedDataParallel or FSDP2 inside of a Pipeline, reduced once a step, under W.
 
-The microbatches of a step add up on each replica. After the last B of a chunk its gradients wait for nothing but W,
+The units of a step add up on each replica. After the last B of a chunk its gradients wait for nothing but W,
 and what is reduced together (a parameter for DDP, which makes buckets of them; a group for FSDP2) starts as soon as its
 last W has run, while the others run. All replicas start their reductions in one order, that of the model from its
 end, whatever order their W take: communicators are not matched in any other way.
@@ -65,10 +65,10 @@ class Replicas:
                     "plan(..., options=PlanOptions(fully_shard=True)), plan_batch(..., fully_shard=True)"
                 )
 
-    def begin(self, microbatches: int) -> None:
+    def begin(self, units: int) -> None:
         """Before the first forward of a step: from here on gradients stay on this replica."""
         self._pending_wgrads.clear()
-        self._backwards_left = dict.fromkeys(self._reducers, microbatches)
+        self._backwards_left = dict.fromkeys(self._reducers, units)
         for reducer in self._reducers.values():
             reducer.begin()
 
@@ -251,7 +251,7 @@ def _announce(parameters: Sequence[Tensor]) -> None:
 class FSDPReducer:
     """A stage that is, or holds, modules of FSDP2; with the methods of a DDPReducer.
 
-    After a backward weights stay gathered for the next microbatch. With reshard_after_forward=False they are gathered
+    After a backward weights stay gathered for the next unit. With reshard_after_forward=False they are gathered
     once a step.
     """
 
