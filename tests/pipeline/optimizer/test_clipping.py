@@ -19,18 +19,6 @@ def norm_of(*gradients: torch.Tensor) -> float:
     return math.sqrt(clipping.exact_sum(clipping.squared_norms([gradients])[0].tolist()))
 
 
-def test_main_grad_counts_and_is_clipped() -> None:
-    weight, bias = (nn.Parameter(torch.ones(2).bfloat16()) for _ in range(2))
-    weight.main_grad, bias.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]).bfloat16()
-    sgd = torch.optim.SGD([weight, bias], lr=1.0)
-    optimizer = Optimizer(sgd, LocalTransport.ring(1)[0], max_norm=1.0, master_weights=True)
-    optimizer.step()
-    assert optimizer.last_norm == pytest.approx(5.0)
-    assert [1 - master[index].item() for index, (_, master) in enumerate(optimizer.masters)] == pytest.approx(
-        [0.6, 0.8]
-    )
-
-
 def test_norms_of_small_gradients_are_taken_in_fp32() -> None:
     """In fp16 the first would be beyond its range, and in bf16 the second rounded; those of fp64 stay in it."""
     large, fine = torch.full((4,), 60000.0).half(), torch.ones(1001).bfloat16()

@@ -22,13 +22,14 @@ from zbkern.pipeline.transport.local import LocalTransport
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("undo", ["snapshot", None])
-def test_a_schedule_of_either_optimizer(undo: str | None, inner: bool) -> None:
+def test_a_schedule_of_the_torch_optimizer(undo: str | None) -> None:
+    """Of the Optimizer: test_optimizer_random.py."""
+
     def rates(transport: LocalTransport) -> list[float]:
         weight = nn.Parameter(torch.zeros(()))
         optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, undo=undo, max_norm=1e3)
-        schedule = lr_scheduler.StepLR(optimizer.optimizer if inner else optimizer, 1, 0.5)
+        schedule = lr_scheduler.StepLR(optimizer.optimizer, 1, 0.5)
         steps = []
         for _ in range(4):
             optimizer.validate()

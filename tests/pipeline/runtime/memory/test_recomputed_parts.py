@@ -85,13 +85,12 @@ SAVING = "0F0 0F1 0F2 0R0 0B0 0R1 0B1 0R2 0B2 0W0 0W1 0W2"
 
 @pytest.mark.parametrize("row", [SAVING, "0F0 0F1 0O1 0F2 0R0 0B0 0L1 0B1 0B2 0W0 0W1 0W2"])
 @pytest.mark.parametrize(
-    "recompute",
-    [["*norm"], [nn.GELU], ["*activation", "*norm", nn.Dropout], ["layers.1"], ["layers.*"], ["layers.0", "*.down"]],
+    "recompute", [[nn.GELU], ["*activation", "*norm", nn.Dropout], ["layers.*"], ["layers.0", "*.down"]]
 )
-@pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_and_random_numbers_are_the_same(recompute: list[Any], autocast: bool, row: str) -> None:
-    expected, _ = train(PLAIN, autocast=autocast)
-    found, _ = train(row, recompute, autocast=autocast)
+def test_gradients_and_random_numbers_are_the_same_under_autocast(recompute: list[Any], row: str) -> None:
+    """Without: test_differential.py."""
+    expected, _ = train(PLAIN, autocast=True)
+    found, _ = train(row, recompute, autocast=True)
     assert_same(expected, found)
 
 
