@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from tests.support.chunks import results_on_threads
@@ -20,6 +22,7 @@ from zbkern.pipeline import (
     ModelCosts,
     Optimizer,
     Pipeline,
+    PipelineError,
     PlanOptions,
     cut,
     layers_of,
@@ -585,3 +588,178 @@ def test_an_older_version_of_the_library_is_refused(version: str, monkeypatch: p
         ):
             cut(given, schedules.zb_h1(2, 2), rank=0)
     assert len(layers_of(WithOwn(), ["blocks.*"])) == 3  # models of one's own
+
+
+# ---- models that people bring: what a chunk could not do as the whole model is refused, with what to do instead
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Brought(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList([Residual() for _ in range(4)])
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for number in range(4):
+            x = self.block(number, x)
+        return self.head(x)
+
+    def block(self, number: int, x: Tensor) -> Tensor:
+        return self.blocks[number](x)
+
+
+class Reentrant(Brought):
+    def block(self, number: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[number], x, use_reentrant=True)
+
+
+class Frozen(Brought):
+    """The same, but nothing before the layer without gradients has any."""
+
+    def block(self, number: int, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(number > 1):
+            return self.blocks[number](x.detach() if number < 2 else x)
+
+
+class BackwardHook(Brought):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_full_backward_hook(lambda module, inner, outer: (inner[0] / 2,))
+
+
+class HookInside(Brought):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].linear.register_full_backward_hook(lambda module, inner, outer: (inner[0] / 2,))
+
+
+class Scales(Brought):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.rand(())) for _ in range(4)])
+
+    def block(self, number: int, x: Tensor) -> Tensor:
+        scales = [*self.scales]
+        assert len(self.scales) == 4
+        return scales[number] * self.blocks[number](x)
+
+
+class TokensBehind(Brought):
+    def forward(self, tokens: Tensor) -> Any:
+        return super().forward(tokens) + nn.functional.one_hot(tokens, 11)
+
+
+class Leaving(Residual):
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss = x.square().mean()
+        return super().forward(x)
+
+
+class Left(Brought):
+    """Each block leaves a loss, which the model adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Leaving() for _ in range(4)])
+
+    def forward(self, tokens: Tensor) -> Any:
+        return super().forward(tokens) + sum(block.loss for block in self.blocks)
+
+
+class Twice(Brought):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2] = self.blocks[0]
+
+
+class Padded(Brought):
+    """torch's encoder makes nested tensors in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 4, enable_nested_tensor=self.nested)
+
+    nested = True
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.blocks(self.embed(tokens), src_key_padding_mask=tokens == 0))
+
+
+class PaddedPlainly(Padded):
+    nested = False
+
+
+@dataclasses.dataclass
+class Found:
+    logits: Tensor
+
+
+class OwnOutput(Brought):
+    """An output of nobody's library, which the loss takes as it is."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        return Found(super().forward(tokens))
+
+
+REFUSED = {
+    Reentrant: r"layer 'blocks.1' is called where gradients are off.* set use_reentrant=False",
+    BackwardHook: r"layer 'blocks.1', whose output goes to another chunk, must have no backward hook",
+    Scales: r"use 'scales', which stands beside the layers and is in the chunk of 'head' alone",
+    TokensBehind: r"uses its argument 'tokens' outside of its first layer.*side=\{'tokens': tensor\}",
+    Left: r"uses 'loss' of 'blocks.0', which another chunk holds: .*zbkern.pipeline.add_loss",
+    Twice: r"blocks.0 and blocks.2 are one module",
+    Padded: r"layer 'blocks.layers.0' must get plain tensors.* enable_nested_tensor=False",
+}
+
+
+def trained(make: type[Brought]) -> None:
+    """Asserts that a step and an evaluation are those of one process, over the first cut between two blocks."""
+    torch.manual_seed(0)
+    model, given = make().double(), torch.randint(1, 11, (4, 6))
+    given[1, 4:] = 0
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        logits = output.logits if isinstance(output, Found) else output
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    twin = copy.deepcopy(model)
+    expected = loss_fn(twin(given), given)
+    expected.backward()
+    padded = isinstance(model, Padded)
+    layers = {"embed": "embedding", "blocks.layers.*" if padded else "blocks.*": "block", "head": "head"}
+    batch = (None, given, {"tokens": given}) if padded else (given, given)
+
+    def of_rank(transport: LocalTransport) -> Any:
+        chunk = cut(copy.deepcopy(model), schedules.zb_h1(2, 2), layers=layers, rank=transport.rank)[0]
+        with Pipeline(zbkern.convert(chunk), schedules.zb_h1(2, 2), loss_fn, transport, timeout=30) as pipe:
+            losses = pipe.step(*batch), pipe.evaluate(*batch)
+        return losses, {name: p.grad for name, p in chunk.named_parameters()}
+
+    (_, first), (losses, second) = results_on_threads(2, of_rank)
+    for loss in losses:
+        torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close({**first, **second}[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_what_a_chunk_cannot_do_is_refused(make: type[Brought]) -> None:
+    with pytest.raises((ValueError, PipelineError), match=REFUSED[make]):
+        trained(make)
+
+
+@pytest.mark.parametrize("make", [Frozen, HookInside, OwnOutput, PaddedPlainly], ids=lambda make: make.__name__)
+def test_what_is_near_to_that_trains_as_in_one_process(make: type[Brought]) -> None:
+    trained(make)

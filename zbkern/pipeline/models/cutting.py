@@ -26,7 +26,7 @@ from zbkern.pipeline.models.layers import (
 )
 from zbkern.pipeline.models.residual import WholeBlock
 from zbkern.pipeline.models.skips import last_users
-from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Outside, Skipped, Zeros, like_parameter
+from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Skipped, Zeros, like_parameter, outside
 from zbkern.pipeline.transport.process_groups import place_in
 from zbkern.schedules.layout import check_partition, layer_of, layout_to_partition, numbers_of
 from zbkern.schedules.schedule import Schedule
@@ -138,7 +138,7 @@ def even_partition(layers: Sequence[Layer], chunks: int) -> tuple[int, ...]:
     if len(blocks) < chunks:
         raise ValueError(
             f"cut: a partition must be given where there are fewer blocks than chunks; got {len(blocks)} blocks and "
-            f"{chunks} chunks"
+            f"{chunks} chunks" + ("; a schedule with fewer must be taken" if len(layers) < chunks else "")
         )
     return (0, *(blocks[len(blocks) * number // chunks] for number in range(1, chunks)))
 
@@ -223,7 +223,7 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float, used: M
         if not start <= owner < end:
             module = model.get_submodule(name)
             if name and not any(other.startswith(f"{name}.") for other in names):
-                memo[id(module)] = Outside(module, name, flow)
+                memo[id(module)] = outside(module, name, flow)
                 elsewhere[name] = names[owner]
     memo.update({id(parameter): parameter for parameter in model.parameters()})
     replaced = set(memo)  # deepcopy adds all that it copies

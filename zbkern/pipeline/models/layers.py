@@ -162,6 +162,7 @@ def _named_layers(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -
         parent, children = str(name).removesuffix(".*").removesuffix("*"), [name]
         if str(name).endswith("*") and parent in known:
             children = _children(model, parent)
+            _check_once(model, parent)
         missing = [child for child in children if child not in known]
         if missing or not children:
             some = [child for child, _ in model.named_children()]
@@ -172,6 +173,17 @@ def _named_layers(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -
         what = f"{inside[0][1]!r} inside of {inside[0][0]!r}" if inside else "none"
         raise ValueError(f"layers_of: layers must be modules beside each other, at least one; got {what}")
     return found
+
+
+def _check_once(model: nn.Module, parent: str) -> None:
+    """Raises ValueError where a container has one module twice."""
+    firsts: dict[nn.Module, str] = {}
+    for name, module in model.get_submodule(parent)._modules.items():
+        if module is not None and firsts.setdefault(module, name) != name:
+            raise ValueError(
+                f"layers_of: {parent}.{firsts[module]} and {parent}.{name} are one module, and each layer is called "
+                "once: make them two modules, which may share parameters"
+            )
 
 
 def encoder_of(model: Any) -> str:

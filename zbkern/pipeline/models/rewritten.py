@@ -233,7 +233,11 @@ class Rewritten:
         if isinstance(error, PlaceholderUsed):
             return self._of_another(error, side)
         if str(error).startswith("cut: "):
-            return ValueError(str(error)) if isinstance(error, AttributeError) else None  # of a stand-in
+            if not isinstance(error, AttributeError):  # of a stand-in
+                return None
+            tokens = f"if it does so for want of token ids, {GIVE_TOKENS}"
+            loss = "have layers return what others use; a loss of theirs is added there, zbkern.pipeline.add_loss"
+            return ValueError(f"{error}: {tokens if is_transformer(self.whole) else loss}")
         if self._place.first == 0:
             return None
         if isinstance(error, AttributeError) and type(error.obj).__name__ == "MoEModelOutput":
@@ -318,5 +322,10 @@ def _refusal_of(name: str) -> Any:
     def check(module: nn.Module, inputs: Any, keywords: Any) -> None:
         if not torch.compiler.is_compiling():
             refuse_placeholders((inputs, keywords), name)
+            if any(isinstance(each, Tensor) and each.is_nested for each in inputs):
+                raise ValueError(
+                    f"cut: layer {name!r} must get plain tensors; got a nested one: make torch.nn.TransformerEncoder "
+                    "with enable_nested_tensor=False"
+                )
 
     return check

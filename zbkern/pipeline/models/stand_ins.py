@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,16 @@ class Flow:
                 "runs once as layers"
             )
         self.entered = True
+        self._refuse_reentrant(name, self.received)
         return self.received
+
+    def _refuse_reentrant(self, name: str, given: Any) -> None:
+        """Raises ValueError where a layer is called without gradients, and what it is given has one."""
+        if self.has_graph and not torch.is_grad_enabled() and any(each.requires_grad for each in tensors_in(given)):
+            raise ValueError(
+                f"cut: layer {name!r} is called where gradients are off, and the layers before it would get none: in "
+                "activation checkpointing set use_reentrant=False; under torch.no_grad give it a detached input"
+            )
 
     def enter_inside(self, module: nn.Module, inputs: Any, keywords: Any) -> Any:
         """Hook before a block of which the chunk has the second half: it is given what was received.
@@ -97,13 +106,24 @@ class Flow:
         """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
         if not self.runs:
             return output
+        self._refuse_reentrant(self.last, inputs)
+        self._refuse_backward_hooks(self.last, module)
         self.sent, self.left = result_of(output), True
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
 
     def skip(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Hook of a layer whose output layers of later chunks take."""
         if self.runs:
+            self._refuse_backward_hooks(name, module)
             self.skips.keep(name, output)
+
+    def _refuse_backward_hooks(self, name: str, module: nn.Module) -> None:
+        """Raises ValueError where torch would put a backward hook on what stands for the output that is sent."""
+        if self.has_graph and (module._backward_hooks or module._backward_pre_hooks):
+            raise ValueError(
+                f"cut: layer {name!r}, whose output goes to another chunk, must have no backward hook: torch would "
+                "not call it; register it on a module inside of the layer, or cut elsewhere"
+            )
 
     def skip_states(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """The same of an encoder, in the chunk of its last layer: the decoder takes its hidden states alone."""
@@ -122,7 +142,7 @@ class _Absent(nn.Module):
         self._kind = type(original)
         # not as submodules, whose names would be in every state dict; a forward may ask for the dtype of their weights
         self.__dict__["_inside"] = {
-            **{key: Outside(child, f"{name}.{key}", flow) for key, child in original.named_children()},
+            **{key: outside(child, f"{name}.{key}", flow) for key, child in original.named_children()},
             **{key: like_parameter(value, name) for key, value in original.named_parameters(recurse=False)},
         }
 
@@ -133,8 +153,7 @@ class _Absent(nn.Module):
         if isinstance(value, _SETTING) and not name.startswith("__"):
             return value
         raise AttributeError(
-            f"cut: the model's forward uses {name!r} of {self.__dict__.get('_name')!r}, which another chunk holds; if "
-            f"it does so for want of token ids, {GIVE_TOKENS}"
+            f"cut: the model's forward uses {name!r} of {self.__dict__.get('_name')!r}, which another chunk holds"
         )
 
     def _like(self, inputs: Any, keywords: Any) -> Tensor:
@@ -221,6 +240,26 @@ class Outside(_Absent):
         return self._like(inputs, keywords)
 
 
+class OutsideList(Outside):
+    """A container beside the layers, such as a ParameterList with a scale for every block."""
+
+    def __getitem__(self, key: Any) -> Any:
+        inside = self.__dict__["_inside"]
+        return inside[key] if isinstance(key, str) else [*inside.values()][key]
+
+    def __iter__(self) -> Iterator[Any]:
+        inside = self.__dict__["_inside"]
+        return iter(inside if hasattr(self._kind, "items") else inside.values())
+
+    def __len__(self) -> int:
+        return len(self.__dict__["_inside"])
+
+
+def outside(module: nn.Module, name: str, flow: Flow) -> Outside:
+    """In the place of a module that is in another chunk."""
+    return (OutsideList if hasattr(type(module), "__iter__") else Outside)(module, name, flow)
+
+
 class ArgumentElsewhere:
     """The model's first argument on a rank that does not have it: layers of other chunks take it, nothing else can."""
 
@@ -233,6 +272,10 @@ class ArgumentElsewhere:
             f"cut: the model's forward uses its argument {name!r} outside of its first layer, and other chunks do not "
             f"have it: give it as a side input, pipe.step(None, targets, side={{{name!r}: tensor}}), on every rank"
         )
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -247,7 +290,7 @@ def like_parameter(parameter: Tensor, owner: str) -> Placeholder:
 
 def result_of(output: Any) -> Any:
     """Of an output of the transformers library what a loss takes; others as they are."""
-    for name in ("logits", "last_hidden_state"):
+    for name in ("logits", "last_hidden_state") if isinstance(output, Mapping) else ():
         if isinstance(getattr(output, name, None), Tensor):
             return getattr(output, name)
     return output
