@@ -144,7 +144,7 @@ class AloneTransport(Transport):
                 return torch.zeros_like(weight).requires_grad_(weight.requires_grad)
         return self._squares.tolist() if tag == total_tag(tag.number) else (torch.zeros_like(self._squares), {})
 
-    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+    def gather(self, value: Any, timeout: float | None = None, call: str = "gather") -> list[Any]:
         return [value] * self.size
 
     def broadcast(self, source: int, message: Any, timeout: float | None) -> Any:

@@ -56,6 +56,12 @@ def check_place(
         )
     if len(schedule.placement) - 1 in chunks and loss_fn is None:
         raise TypeError(f"Pipeline: loss_fn must be callable on rank {rank}, which holds the last chunk; got None")
+    for chunk, module in zip(chunks, modules, strict=True):
+        if name := next((name for name, parameter in module.named_parameters() if parameter.is_meta), None):
+            raise ValueError(
+                f"Pipeline: chunk {chunk} must have its weights; {name!r} is on the meta device: `cut` with weights= "
+                "reads them, module.to_empty(device=...) makes room for others"
+            )
     if schedule.is_sliced:
         check_sliceable(modules)
 
@@ -235,6 +241,22 @@ def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
                 "may pass None",
                 *(name, ranks, name),
             )
+
+
+def rows_of(value: Any) -> int:
+    """Of a batch that is to be split; 0 where there is nothing to split."""
+    tensors = [] if isinstance(value, list) else [leaf for leaf in tensors_in(_as_dict(value)) if leaf.dim()]
+    return len(tensors[0]) if tensors else 0
+
+
+def warn_of_single_targets(inputs: int, targets: int, microbatches: int) -> None:
+    """Says where a microbatch has several rows of inputs and one of targets, which a loss may take for all of them."""
+    if inputs > targets == microbatches:
+        logger.warning(
+            "Pipeline.step: inputs have %d rows and targets %d, which is one for a microbatch: a loss that broadcasts "
+            "takes it for all rows; give as many targets as inputs, unless the loss is one of several rows",
+            *(inputs, targets),
+        )
 
 
 def split(call: str, name: str, value: Any, count: int) -> list[Any]:

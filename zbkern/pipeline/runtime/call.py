@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary
-from zbkern.pipeline.runtime.arguments import UnitArguments, check_same_batch, identity, name_with_side, split_batch
+from zbkern.pipeline.runtime.arguments import (
+    UnitArguments,
+    check_same_batch,
+    identity,
+    name_with_side,
+    rows_of,
+    split_batch,
+    warn_of_single_targets,
+)
 from zbkern.pipeline.runtime.failure import check_same_step, input_of, oom_hint
 from zbkern.pipeline.runtime.forward_state import evaluation_mode
 from zbkern.pipeline.runtime.loop import Loop
@@ -86,9 +94,15 @@ class Calls:
             with self.running():
                 self.boundary.recover(self.transport, self.timeout)
         if call == "step" and self.completed == 0 and self.transport.size > 1:
-            batches = self.gather((identity(arguments[0]), identity(arguments[1])))
+            with self.running():
+                given = identity(arguments[0]), identity(arguments[1])
+                rows = rows_of(arguments[0]), rows_of(arguments[1])
+                batches = self.transport.gather((given, rows), self.timeout, call)
             if self.transport.rank == 0:
-                check_same_batch(batches)
+                check_same_batch([given for given, _ in batches])
+                schedule = self.loop.schedule
+                inputs, targets = (batches[schedule.placement[end]][1][end] for end in (0, -1))
+                warn_of_single_targets(inputs, targets, schedule.microbatches)
         if wrong is not None:
             self.fail(wrong)
             raise wrong

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zbkern.pipeline.transport.mailbox import PipelineError, described
-from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.transport.tensors import kinds
 from zbkern.schedules.actions import Action
 from zbkern.wgrad import WGradQueue
 
@@ -31,14 +31,17 @@ def oom_hint(error: BaseException, planned: int, begun: int, queue: WGradQueue, 
 def input_of(error: BaseException, action: object, placement: Sequence[int], arrived: Any) -> str:
     """What the message of a forward's error adds: what arrived there, which another rank's model may have made wrong.
 
-    placement: the rank of every chunk. Empty for errors that no wrong input raises, and for the first chunk's.
+    placement: the rank of every chunk. Of an error in `loss_fn`, what that got.
+    Empty for other errors that no wrong input raises.
     """
+    if notes := getattr(error, "__notes__", None):  # of loss_fn
+        return "; " + "; ".join(map(str, notes))
     if not (isinstance(error, (RuntimeError, TypeError, ValueError)) and isinstance(action, Action)):
         return ""
+    hint = "; a chunk must not modify its input: let it change a clone" if "in-place operation" in str(error) else ""
     if action.kind != "F" or action.chunk == 0:
-        return ""
-    kinds = ", ".join(f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors_in(arrived))
-    return f"; its input, of chunk {action.chunk - 1} on rank {placement[action.chunk - 1]}, was {kinds}"
+        return hint
+    return f"; its input, of chunk {action.chunk - 1} on rank {placement[action.chunk - 1]}, was {kinds(arrived)}{hint}"
 
 
 def check_same_step(calls: Sequence[tuple[str | None, int]]) -> None:

@@ -115,13 +115,13 @@ class Transport(ABC):
         for message, works in self._mailbox.forget(step):
             self._settle(message, works)
 
-    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
+    def gather(self, value: Any, timeout: float | None = None, call: str = "gather") -> list[Any]:
         """One value of every rank, by rank: numbers, strings, and containers and NamedTuples of them; collective.
 
         Raises TypeError for other values, PipelineError as `receive` does. timeout: None for as long as ranks wait for
-        each other to start.
+        each other to start. call: what ranks that do something else are told that this one does.
         """
-        self.begin("gather")  # of messages: a collective would wait for a frozen rank, and never name it
+        self.begin(call)  # of messages: a collective would wait for a frozen rank, and never name it
         self._gathers += 1
         ours = encode(value)
         decode(ours)  # what others could not read is an error here

@@ -246,8 +246,8 @@ class DistributedTransport(Transport):
         if self._aborted:
             raise PipelineError(self._mailbox.failure)
 
-    def gather(self, value: Any, timeout: float | None = None) -> list[Any]:
-        return super().gather(value, rendezvous_timeout() if timeout is None else timeout)
+    def gather(self, value: Any, timeout: float | None = None, call: str = "gather") -> list[Any]:
+        return super().gather(value, rendezvous_timeout() if timeout is None else timeout, call)
 
     # ---- the end
 

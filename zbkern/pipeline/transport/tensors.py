@@ -15,6 +15,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def kinds(tree: Any) -> str:
+    """What errors say of the tensors in it: their dtypes and shapes; else its class."""
+    found = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors_in(tree)]
+    return ", ".join(found) or type(tree).__name__
+
+
 def local_part(tensor: Any) -> Any:
     """This rank's part of a DTensor; another tensor as it is."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -15,13 +15,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target
-from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.transport.tensors import kinds, tensors_in
 from zbkern.schedules.slices import Unit
 
 
 def loss_of(loss_fn: LossFn, outputs: Any, target: Target) -> Tensor:
     """The loss of a microbatch. Raises TypeError for what is not one of these outputs."""
-    loss = loss_fn(outputs, target.value)
+    try:
+        loss = loss_fn(outputs, target.value)
+    except Exception as error:
+        said = f"in loss_fn(output, target): output was {kinds(outputs)}, and target {kinds(target.value)}"
+        vars(error).setdefault("__notes__", []).append(said)  # which the message of the step has
+        raise
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise TypeError(
