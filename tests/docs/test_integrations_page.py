@@ -73,6 +73,67 @@ def test_torch_pipelining(two_ranks: Any, tmp_path: Path) -> None:
     assert all(count > 0 for count in two_ranks.run(torch_pipelining, str(tmp_path / "plan.csv")))
 
 
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))) * mask
+
+
+def from_torchs_engine() -> list[Any]:
+    """Asserts that the page's step is that of torch's own stages and schedule; how often gradients of one step are in
+    those of two, of torch's engine and of zbkern's; whether torch evaluates in the mode of training."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+
+    torch.manual_seed(0)
+    rank, chunks, (inputs, targets) = dist.get_rank(), [Masked() for _ in range(4)], data(1)
+    mine, mask, loss_fn = (rank, rank + 2), torch.rand(len(inputs), 1), nn.functional.mse_loss
+
+    def torchs(steps: int = 1, **options: Any) -> tuple[list[nn.Module], list[torch.Tensor], Any, Any]:
+        modules = [copy.deepcopy(chunks[index]) for index in mine]
+        stages = [
+            PipelineStage(module, index, 4, torch.device("cpu")) for module, index in zip(modules, mine, strict=True)
+        ]
+        schedule = ScheduleInterleavedZeroBubble(stages, n_microbatches=MICROBATCHES, loss_fn=loss_fn, **options)
+        losses, output = [], None
+        for _ in range(steps):
+            losses.clear()
+            given = {"mask": mask} | ({"target": targets, "losses": losses} if rank else {})
+            output = schedule.step(*(() if rank else (inputs,)), **given)
+        return modules, losses, output, schedule
+
+    expected, losses, output, _ = torchs()
+    names = {"rank": rank, "chunks": copy.deepcopy(chunks), "inputs": inputs, "targets": targets, "mask": mask}
+    exec(block(PAGE, "schedules.interleaved_zero_bubble"), names)
+    for module, other in zip(names["modules"], expected, strict=True):
+        testing.assert_same_gradients(module, other)
+    if rank:
+        torch.testing.assert_close(names["loss"], torch.stack(losses).mean())
+        torch.testing.assert_close(names["outputs"], output)
+    assert rank or names["loss"] is names["outputs"] is None
+
+    once = names["modules"][0].up.weight.grad.clone()
+    with zbkern.pipeline.Pipeline(names["modules"], names["schedule"], loss_fn) as pipe:
+        pipe.step(inputs, targets, side={"mask": mask})
+    twice, _, _, schedule = torchs(steps=2)
+    ratios = [(each.up.weight.grad / once).mean().item() for each in (twice[0], names["modules"][0])]
+    modes: list[bool] = []
+    for module in twice:
+        module.register_forward_hook(lambda module, *_: modes.append(module.training))
+    schedule.eval(*(() if rank else (inputs,)), mask=mask, **({"target": targets} if rank else {}))
+    unscaled, _, _, _ = torchs(scale_grads=False)
+    torch.testing.assert_close(unscaled[0].up.weight.grad, once * MICROBATCHES)
+    return [*ratios, all(modes)]
+
+
+@pytest.mark.dist
+def test_from_torchs_engine_to_ours(two_ranks: Any) -> None:
+    for found in two_ranks.run(from_torchs_engine):
+        assert found == [pytest.approx(1 + 1 / MICROBATCHES, rel=1e-3), pytest.approx(2, rel=1e-3), True]
+
+
 def patched(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A stand-in for the modules of the table after the page's line: makes a stage, then changes the stage's module."""
     module = ModuleType("torchtitan.distributed.pipeline_parallel")
