@@ -122,7 +122,7 @@ def asleep(plan: BatchPlan, seconds: float) -> float:
     inputs = [torch.ones(1, sum(cut), requires_grad=True) for cut in schedule.own_slices]
 
     def step(rank: int) -> float:
-        modules = {chunk: Chunk(1) for chunk in schedule.chunks_of(rank)}
+        modules = {chunk: Chunk() for chunk in schedule.chunks_of(rank)}
         with Pipeline(modules.values(), schedules.zb_v(STAGES, 1), total, ring[rank], timeout=600) as pipe:
             pipe.step(inputs, inputs, schedule=schedule)  # in which nothing sleeps
             taken = {each.action: seconds * (each.end - each.start) for each in plan.timeline.events[rank]}
@@ -133,9 +133,8 @@ def asleep(plan: BatchPlan, seconds: float) -> float:
             pipe.step(inputs, inputs, schedule=schedule)
             timeline = pipe.last.gather_timeline()
         for module in modules.values():
-            for weight in module.weights:
-                expected = 2.0 * sum(unit_tokens) / len(inputs)
-                torch.testing.assert_close(weight.grad, torch.full((1,), expected), rtol=1e-4, atol=0)
+            expected = torch.full((1,), 2.0 * sum(unit_tokens) / len(inputs))
+            torch.testing.assert_close(module.weight.grad, expected, rtol=1e-4, atol=0)
         return timeline.makespan
 
     return ranks.run_in_threads([ring], step)

@@ -56,15 +56,15 @@ class Sleep(torch.autograd.Function):
 
 
 class Chunk(nn.Module):
-    """`seconds` of F, B and W; at first nothing sleeps."""
+    """`durations`: of F, B and W of each microbatch in turn; without them nothing sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.seconds = [0.0, 0.0, 0.0]
+        self.durations: list[Sequence[float]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(x, self.weight, self.seconds)
+        return Sleep.apply(x, self.weight, self.durations.pop(0) if self.durations else (0.0, 0.0, 0.0))
 
 
 def measure(schedule: Schedule, fill: str, unit: float) -> tuple[float, float]:
@@ -83,7 +83,7 @@ def measure(schedule: Schedule, fill: str, unit: float) -> tuple[float, float]:
             inputs = torch.ones(schedule.microbatches, 1, requires_grad=True)
             pipe.step(inputs, inputs)
             for module in modules:
-                module.seconds = seconds
+                module.durations = [seconds] * schedule.microbatches
             pipe.step(inputs, inputs)
             timeline = pipe.last.gather_timeline()
         for module in modules:
