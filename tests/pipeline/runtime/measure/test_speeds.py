@@ -66,7 +66,7 @@ def measured_layers() -> ModelCosts:
     return results_on_threads(4, rank)[0]
 
 
-def steps_of(found: Plan, steps: int = 3) -> tuple[Timeline, Drift]:
+def steps_of(found: Plan, steps: int = 6) -> tuple[Timeline, Drift]:
     """The fastest step, which other programs on the machine have disturbed least."""
     ends = [*map(int, found.partition or ()), LAYERS]
 
