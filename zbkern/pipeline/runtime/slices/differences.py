@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+EXACT = 1e-3  # relative: what rounding may leave in a part
+_EXACT_TF32, _EXACT_16_BITS, _EXACT_8_BITS = 5e-3, 3e-2, 0.25
+_OF_8_BITS = {"torchao", "transformer_engine"}
 _ROUNDINGS = 16  # of a gradient of the usual size: what of it may be left where a gradient is zero
 
 
@@ -54,3 +57,23 @@ def are_close(one: Tensor, other: Tensor, exact: float = 1e-6) -> bool:
 
 def by_how_much(error: float) -> str:
     return "NaN" if math.isnan(error) else f"by {error:.1%}"
+
+
+class Rounding:
+    """How much rounding may leave in what a module computes: by its parameters, its layers, and what was seen."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._bytes = min((each.element_size() for each in module.parameters() if each.is_floating_point()), default=8)
+        kinds = {kind.__module__.partition(".")[0] for part in module.modules() for kind in type(part).__mro__}
+        self._of_8_bits = bool(kinds & _OF_8_BITS)
+
+    def note(self, tensor: Tensor) -> None:
+        self._bytes = min(self._bytes, tensor.element_size())
+
+    @property
+    def limit(self) -> float:
+        if self._of_8_bits:
+            return _EXACT_8_BITS
+        if self._bytes <= 2:
+            return _EXACT_16_BITS
+        return EXACT if torch.get_float32_matmul_precision() == "highest" else _EXACT_TF32

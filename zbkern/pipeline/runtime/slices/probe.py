@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.runtime.slices.carry import carries_of
-from zbkern.pipeline.runtime.slices.comparison import Case, Comparison, Unable
+from zbkern.pipeline.runtime.slices.case import Case, Unable
+from zbkern.pipeline.runtime.slices.comparison import Comparison
 from zbkern.pipeline.runtime.slices.probe_inputs import (
     LONGEST,
     ROWS,
