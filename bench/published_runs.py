@@ -6,9 +6,10 @@
 
 FILE.json (by default bench/published_runs.json): {"models": {...}, "runs": [...]}, each run with a model by its name or
 as the transformers library writes it, a GPU, the layout (1 where it is left out) and the measured speed, in TFLOP/s per
-GPU with attention counted as a full square, or in tokens/s per GPU. SOFTWARE says what ran them. Of the software of
-these files the older half of the runs is fitted: those of a release, or those that its source has first. Other runs are
-in bench/published_runs_unseen.json, and nothing is fitted to them.
+GPU with attention counted as a full square, or in tokens/s per GPU. With "fixed_capacity" every expert gets as many
+tokens in each step, so that nothing waits for the host to know their number. SOFTWARE says what ran them. Of the
+software of these files the older half of the runs is fitted: those of a release, or those that its source has first.
+Other runs are in bench/published_runs_unseen.json, and nothing is fitted to them.
 
 --write: errors by kind of run and of gains, as zbkern/planning/cost_model/errors.json, which `zbkern plan` prints; of
 runs that are fitted what a fit to all others says (minutes).
@@ -125,6 +126,8 @@ def predict(run: Mapping[str, Any], models: Mapping[str, Any] = {}, hardware: Ha
     """The speed of interleaved 1F1B, or of 1F1B for one chunk, with what a step has outside of its passes."""
     model = architecture(models[run["model"]] if isinstance(run["model"], str) else run["model"])
     hardware = under(hardware or hardware_of(run), software(run).name)
+    if run.get("fixed_capacity"):
+        hardware = replace(hardware, expert_time=0.0)
     sizes = {name: run.get(name, 1) for name in _ONE}
     job = Job(run["sequence"], **sizes, fully_shard=run.get("fully_shard", False))
     stages = run.get("pipeline_parallel", 1)
@@ -224,10 +227,11 @@ def rms(results: Sequence[Result]) -> float:
 
 
 def ranked(results: Sequence[Result]) -> tuple[int, int]:
-    """How many pairs of layouts of one model on one GPU are ranked as measured, and how many differ by enough."""
+    """How many pairs of layouts of one model, GPU and software are ranked as measured; how many differ by enough."""
     right = count = 0
     for one, other in combinations(results, 2):
         same = all(one.run[name] == other.run[name] for name in ("model", "gpu", "unit", "sequence"))
+        same = same and software(one.run) == software(other.run)
         slow, fast = sorted((one, other), key=lambda each: each.run["measured"])
         if same and fast.run["measured"] > (1 + DIFFER) * slow.run["measured"]:
             count += 1

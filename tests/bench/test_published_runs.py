@@ -113,6 +113,14 @@ def test_what_ran_says_which_kernels_and_gpus_there_were() -> None:
     assert again[0] > again[1] > again[2]  # of which the second recomputes the core of attention alone
 
 
+def test_experts_of_a_fixed_capacity_do_not_wait_for_the_host() -> None:
+    given = json.loads(published_runs.RUNS.read_text())["runs"]
+    run = next(each for each in given if each["run"] == "DeepSeek-V3 512 H100 tp2 pp8 ep64")
+    waits, fixed = (published_runs.predict({**run, "fixed_capacity": each}).predicted for each in (False, True))
+    plain = published_runs.hardware_of(run)
+    assert fixed == published_runs.predict(run, {}, replace(plain, expert_time=0.0)).predicted > 1.5 * waits
+
+
 def test_the_gpus_of_a_sequence_share_its_tokens() -> None:
     run = {**RUN, "sequence": 131072, "data_parallel": 4}
     alone, shared = (published_runs.predict({**run, "context_parallel": ranks}) for ranks in (1, 16))
