@@ -20,6 +20,12 @@ _COMPARISONS = {
 }
 # of what tokens before have: these are compared with the limit itself
 _SCANS = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
+# whose results tokens may have by what is in others
+_ORDERS = {
+    *("sort", "msort", "argsort", "kthvalue", "quantile", "nanquantile", "median", "nanmedian", "mode"),
+    *("nonzero", "argwhere", "unique", "unique_consecutive", "multinomial", "searchsorted", "bucketize"),
+    *("masked_select", "histc", "bincount", "where"),
+}
 _MOST = 1_000  # comparisons in a pass: a loop that waits for one never ends
 
 
@@ -31,7 +37,7 @@ class Alike(TorchFunctionMode):
     def __init__(self, passes: int | None, tokens: int) -> None:
         super().__init__()
         self._passes, self._are_alike = passes, passes in (0, tokens)
-        self.compares = False  # whether anything was compared
+        self.chooses = self.compares = False  # whether numbers were chosen from, ordered or compared; and the last
         # by place: what was compared that depends on data, and the part that did so
         self.compared: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         # by identity: these are kept, so that no other has it; and whether they depend on tokens before
@@ -55,6 +61,9 @@ class Alike(TorchFunctionMode):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         result = func(*args, **kwargs)
+        if name in _CHOICES or name in _COMPARISONS or name in _ORDERS:
+            given = (*args, *kwargs.values())
+            self.chooses |= any(isinstance(each, Tensor) and each.is_floating_point() for each in given)
         if name in _CHOICES:
             _choose_first(name, result, args, kwargs)
         elif name in _COMPARISONS and self._is_of_tokens(result):

@@ -228,6 +228,17 @@ class Carries:
         self.nbytes_of_one = sequence.nbytes
         return {"carry": Carry(sequence, index)}
 
+    def cut_again(self, unit: int, slices: Sequence[int]) -> None:
+        """Forgets the forward of a slice that has raised: from it on the sequence is in slices of these lengths."""
+        number, index, _ = self._units[unit]
+        sequence = self._sequences[number]
+        sequence.slices = slices
+        del sequence.starts[index + 1 :]
+        for ends in sequence.ends.values():
+            del ends[index + 1 :]
+        sequence.states = {place: state for place, state in sequence.states.items() if place[1] < index}
+        sequence.awaited = {place for place in sequence.awaited if place[1] < index}
+
     def end_forward(self, unit: int, side: Mapping[str, Any]) -> None:
         """After the forward of a slice. Without gradients to come the sequence is over with its last one."""
         if "carry" in side:

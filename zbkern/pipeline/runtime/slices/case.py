@@ -18,6 +18,7 @@ class Case(NamedTuple):
     keeps_attributes: modules keep theirs from slice to slice, and else begin each as they are. divides: slices get
     equal shares of inputs that are of no tokens, as of a sum that goes from chunk to chunk, and else each the same.
     alike: all tokens are chosen alike; passes: and so many, from the first on, pass what they are compared with.
+    may_end: with the whole, where nothing is chosen.
     """
 
     inputs: Any
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     divides: bool = False
     alike: bool = False
     passes: int | None = None
+    may_end: bool = False
 
     @property
     def tokens(self) -> int:

@@ -46,7 +46,8 @@ class Comparison:
         self._rounding = Rounding(module)
         self._draws = 0  # random numbers: none, those that `Undrawn` knows, or others
         self._watching: Watching | None = None  # of the present case
-        self.compares = False  # whether the last case that chose tokens alike has compared numbers
+        # whether the last case whose tokens are chosen alike has chosen, ordered or compared numbers; and the last
+        self.chooses = self.compares = True
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -89,17 +90,14 @@ class Comparison:
         runs = Runs(self._module, self._call, case, trains, self._traces, watching, alike, undrawn)
         try:
             whole = self._run_whole(case, runs)
-            try:
-                found = runs.parts(case.lengths)
-            except Unable:
-                # layers that go on from a state may not do so for a single token: its slice raises in any step
-                if case.parts is not None or case.lengths[1:2] != [1]:
-                    raise
-                found = runs.parts([case.lengths[0], sum(case.lengths[1:])])
+            if case.may_end and alike is not None and not alike.chooses:
+                return None
+            found = runs.parts(case.lengths)
             verdict = Verdict(self._module, case, runs.places, watching, alike, self._rounding.limit)
             return verdict.difference(whole, found)
         finally:
-            self.compares = alike is not None and alike.compares
+            if alike is not None:
+                self.chooses, self.compares = alike.chooses, alike.compares
             watching.forget()
 
     def _run_whole(self, case: Case, runs: Runs) -> Found:

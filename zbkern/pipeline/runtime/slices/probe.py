@@ -40,7 +40,7 @@ _TOKENS = 19  # of a probe: slices of prime lengths, which divide few other size
 MOST_TOKENS = 64  # of its longer sequence: on a CPU as long as a few, for reading weights is what takes time
 _DDP = nn.parallel.DistributedDataParallel
 _LARGEST = 512  # tokens of a slice, for what takes no others than those of the call
-_Cases = Iterator[tuple[str, Case]]  # each with what it is called
+_Cases = Callable[[Comparison], Iterator[tuple[str, Case]]]  # to be compared by this, each with what it is called
 
 logger = logging.getLogger("zbkern")
 
@@ -136,7 +136,7 @@ def difference_of_slices(
 
     failure: tuple[str, Unable] | None = None
     for lengths, draw in _attempts(call):
-        cases = _cases_of_slices(module, call, lengths, draw, own, in_packs)
+        cases = partial(_cases_of_slices, module, call, lengths, draw, own, in_packs)
         failure, wrong = _first_difference(module, run, call, cases)
         if wrong is not None:
             return (
@@ -161,7 +161,7 @@ def difference_of_slices(
 def _difference_of_packs(module: nn.Module, run: Callable[..., Any], call: Call) -> str | None:
     """What is different for sequences that are packed into a row; None for nothing."""
 
-    def cases(lengths: _Lengths, draw: Draw, told: bool) -> _Cases:
+    def cases(lengths: _Lengths, draw: Draw, told: bool, _: Comparison) -> Iterator[tuple[str, Case]]:
         for each, trains in (lengths.many, False), (lengths.uneven, True):
             inputs, side = drawn_inputs(call, module, sum(each), draw._replace(recurs=trains))
             parts = [of_sequences(call, [length], told) for length in each]
@@ -172,7 +172,7 @@ def _difference_of_packs(module: nn.Module, run: Callable[..., Any], call: Call)
         return None
     failure: tuple[str, Unable] | None = None
     for (lengths, draw), told in product(_attempts(call), (False, True)):
-        failure, wrong = _first_difference(module, run, call, cases(lengths, draw, told))
+        failure, wrong = _first_difference(module, run, call, partial(cases, lengths, draw, told))
         if wrong is not None:
             return (
                 f"{wrong[1]} than for each by itself. It must get where they end (zbkern.nn.Attention takes "
@@ -190,7 +190,7 @@ def _first_difference(
     """Why a case could not be compared, or what differs in it; each with the case's name."""
     comparison = Comparison(module, run, _device_of(call, module))
     with comparison.running():
-        for what, case in cases:
+        for what, case in cases(comparison):
             try:
                 wrong = _difference_of_choices(comparison, case) if case.alike else _difference(comparison, case)
             except Unable as error:
@@ -220,29 +220,34 @@ def _difference_of_choices(comparison: Comparison, case: Case) -> str | None:
 
 
 class _Lengths(NamedTuple):
-    """Of the parts of sequences of a probe: three and two, two of a longer sequence, and more in a longer row."""
+    """Of the parts of sequences of a probe: three and two, two and three of a longer one, and more in a longer row."""
 
     uneven: Sequence[int]
     two: Sequence[int]
     longer: Sequence[int]
+    in_three: Sequence[int]
     many: Sequence[int]
 
 
 def _attempts(call: Call) -> Iterator[tuple[_Lengths, Draw]]:
     """Lengths of parts, and how inputs are drawn: the next where these cannot be compared."""
     count = min(_TOKENS, call.total)
-    first, few = max(1, count * 7 // _TOKENS), min(13, count)
-    uneven = [first, 1, count - first - 1] if count > 2 else [1, 1]
-    two = longer = many = _in_two(few)
+    uneven = in_three = _in_three(count, count * 7 // _TOKENS)
+    two = longer = many = _in_two(min(13, count))
     if (most := min(MOST_TOKENS, call.total)) > _TOKENS:
-        longer = _in_two(most)
+        longer, in_three = _in_two(most), _in_three(most, most * 7 // 12)
         # no sequence is longer than those of the other row
         many = [min(uneven[2], most - start) for start in range(0, most, uneven[2])]
-    yield _Lengths(uneven, two, longer, many), Draw()
-    yield _Lengths(uneven, two, longer, many), Draw(resampled=True, shrinks=True)
+    yield _Lengths(uneven, two, longer, in_three, many), Draw()
+    yield _Lengths(uneven, two, longer, in_three, many), Draw(resampled=True, shrinks=True)
     length = min(call.tokens, _LARGEST)
     own = [length, min(length, max(1, call.total - length))]
-    yield _Lengths(own, own, own, own), Draw(resampled=True)
+    yield _Lengths(own, own, own, own, own), Draw(resampled=True)
+
+
+def _in_three(count: int, first: int) -> list[int]:
+    first = max(1, min(first, count - 2))
+    return [first, 1, count - first - 1] if count > 2 else [1, 1]
 
 
 def _in_two(count: int) -> list[int]:
@@ -251,11 +256,23 @@ def _in_two(count: int) -> list[int]:
 
 
 def _cases_of_slices(
-    module: nn.Module, call: Call, lengths: _Lengths, draw: Draw, own: Sequence[int], in_packs: bool
-) -> _Cases:
-    """Of two lengths, which differ, one tells of gradients, too, and of attributes that slices leave to each other."""
+    module: nn.Module,
+    call: Call,
+    lengths: _Lengths,
+    draw: Draw,
+    own: Sequence[int],
+    in_packs: bool,
+    comparison: Comparison,
+) -> Iterator[tuple[str, Case]]:
+    """Some tell of gradients, too, and of attributes that slices leave to each other; in others tokens are chosen
+    alike. These are of another length, by which a module may do something else. What has no mask and chooses nothing
+    has only those of gradients, of the longer sequence."""
     has_ends, rows = tells_ends(call.side), min(call.rows, ROWS)
-    every = [(lengths.two if has_ends else lengths.longer, False), (lengths.uneven, True)]
+    graded, is_plain = lengths.uneven, not has_ends and not call.has_mask()
+    if is_plain:
+        yield "", _case_of_slices(module, call, lengths.longer, draw, False)._replace(may_end=True)
+        graded = graded if comparison.chooses else lengths.in_three
+    every = [(graded, True)] if is_plain else [(lengths.two if has_ends else lengths.longer, False), (graded, True)]
     for each, trains in [*every, (own, True)] if own else every:
         count = sum(each)
         if has_ends:

@@ -85,16 +85,19 @@ class Runs:
         lengths = [end - start for start, end in places]
         in_slices = bool(self.places) and self._case.parts is None
         carries = Carries(gpipe(1, 1, slices=lengths) if in_slices else gpipe(1, len(places)))
-        outputs, given = [], []
-        for number, (place, side) in enumerate(zip(places, sides, strict=True)):
+        outputs: list[Any] = []
+        given = []
+        while (number := len(outputs)) < len(places):
             if traces is not None and number:
                 traces.restore_attributes()
-            inputs, keywords = self._arguments(place, side)
+            may_raise = in_slices and number == 1 and lengths[1] == 1 and len(lengths) > 2
+            before = Traces(self._module, self._traces.device) if may_raise else None
+            inputs, keywords = self._arguments(places[number], sides[number])
             carried = carries.begin(number, lengths[number], inputs, sum(lengths))
             share = self._share(lengths[number], carried.get("carry"))
-            self._watching.begin(place)
+            self._watching.begin(places[number])
             if self._alike is not None:
-                self._alike.begin(place, tensors_in(inputs), self._watching.running)
+                self._alike.begin(places[number], tensors_in(inputs), self._watching.running)
             with (
                 torch.set_grad_enabled(self._trains),
                 queue.defer(number),
@@ -103,10 +106,21 @@ class Runs:
                 self._calm(number),
             ):
                 queue._in_slice = in_slices
-                outputs.append(self._call(inputs, {**keywords, **carried}))
+                try:
+                    output = self._call(inputs, {**keywords, **carried})
+                except Exception:
+                    if before is None:
+                        raise
+                    # layers that go on from a state may not do so for a single token: its slice raises in any step
+                    before.restore()
+                    lengths = [lengths[0], sum(lengths[1:])]
+                    places = self.places = [places[0], (places[1][0], places[-1][1])]
+                    carries.cut_again(number, lengths)
+                    continue
                 queue._in_slice = False
                 self._watching.end()
                 carries.end_forward(number, carried)
+            outputs.append(output)
             given.append([leaf for leaf in tensors_in(inputs) if leaf.requires_grad])
         leaves = [*map(tensors_in, outputs)]
         if not self._trains:

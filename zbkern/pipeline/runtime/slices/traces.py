@@ -27,7 +27,7 @@ class Traces:
     """Of a module, as this was made. `restore` puts all but gradients back, `aside` gradients."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self._module, self._device, self._state = module, device, ForwardState([module], device)
+        self._module, self.device, self._state = module, device, ForwardState([module], device)
         self._random = random_state(device)
         self._numpy = _numpy_state()
         # of embeddings that scale down what is looked up, in place
@@ -91,7 +91,7 @@ class Traces:
         """The random numbers that come next, by who draws them, where some have been drawn since this was made, or
         restored, by this thread or another."""
         before = {**self._random, "numpy": self._numpy}
-        now = {**random_state(self._device), "numpy": _numpy_state()}
+        now = {**random_state(self.device), "numpy": _numpy_state()}
         return {name: state for name, state in now.items() if not are_same(state, before[name])}
 
     def buffers(self) -> dict[str, Tensor]:
