@@ -198,3 +198,22 @@ def test_a_second_forward_has_numbers_of_its_own(passes: Passes) -> None:
     torch.manual_seed(0)
     assert torch.equal(first, torch.rand(3))
     assert torch.equal(after, torch.rand(3))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_weight_that_two_backwards_share_may_give_way(kind: str, passes: Passes) -> None:
+    """Both reach the same node of autograd's, the second while the first is in its hook."""
+    found: list[str] = []
+
+    def hook(_: torch.Tensor) -> None:
+        found.append("began")
+        in_flight()
+        found.append("ended")
+
+    weight = nn.Parameter(torch.ones(3))
+    getattr(weight, kind)(hook)
+    losses = [(weight * factor).sum() for factor in (1.0, 2.0)]
+    passes.run([loss.backward for loss in losses], [])
+    assert found == ["began", "began", "ended", "ended"]
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0] * 3
