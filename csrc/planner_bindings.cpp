@@ -109,6 +109,7 @@ using Ints = std::vector<int>;
 using RuleTuple = std::tuple<Ints, Ints, Ints, Ints, Ints, Ints, bool, bool, int, int, bool>;
 using EffortTuple = std::tuple<std::uint64_t, std::vector<Time>, std::int64_t, Time, Time>;
 using Times = std::vector<Time>;
+using OrderTuple = std::tuple<Rows, Ints, std::vector<std::vector<std::pair<int, int>>>>;
 using PartitionTuple = std::tuple<Ints, Times, Times, Times, Ints, Times, Times, double, std::vector<double>>;
 
 template <typename Struct, typename Tuple>
@@ -120,7 +121,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 20;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 21;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);
@@ -161,10 +162,11 @@ PYBIND11_MODULE(_planner, module) {
     return py::make_tuple(tuple_from(found.first), found.second);
   });
   module.def("plan_batch", [](const py::object& source, const std::vector<int>& lengths, std::int64_t passes,
-                              const std::vector<std::pair<Rows, std::vector<int>>>& published) {
+                              const std::vector<OrderTuple>& published) {
     const BatchCosts costs = batch_costs_from(source);
     std::vector<Ordering> known;
-    for (const auto& [rows, fused] : published) known.push_back(ordering_from(rows, fused));
+    for (const auto& [rows, fused, beside] : published)
+      known.push_back(ordering_from(rows, fused)), known.back().beside = beside;
     const BatchOrder found = without_gil([&] { return plan_batch(costs, lengths, passes, known); });
     py::object times = py::none(), peaks = py::none();
     if (!found.orders.rows.empty()) {

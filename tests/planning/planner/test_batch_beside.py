@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from bench.overlap_planned import costs_of as equal_costs
 from tests.support.batches import check_complete, costs_of, lengths_of, placements
-from zbkern.pipeline import Costs, ScheduleError, plan_batch, simulate
+from zbkern.pipeline import Costs, ScheduleError, plan_batch, schedules, simulate
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.planner import native
 from zbkern.planning.planner.batch import BatchPlan
@@ -99,6 +100,26 @@ def test_most_of_the_network_is_hidden_in_packs_and_slices() -> None:
     compute = 2 * 3 * sum(lengths) / 4096
     assert plan.makespan < compute / 0.88
     assert plan_batch(lengths, replace(costs, network_forward=0.0, network_backward=0.0), 4).makespan > compute / 0.75
+
+
+@pytest.mark.parametrize("count", [8, 16])
+def test_a_published_schedule_is_measured_with_its_pairs(count: int) -> None:
+    costs = replace(equal_costs(0.25, 2), tokens=1024)
+    found = plan_batch([1024] * count, costs, 4)
+    pairs = simulate(schedules.dualpipe_v(4, count), costs).makespan
+    assert found.published == ("dualpipe_v", pytest.approx(pairs))
+    assert found.makespan <= pairs * (1 + 1e-9)
+    in_turn = plan_batch([1024] * count, replace(costs, network_forward=0.0, network_backward=0.0), 4)
+    assert in_turn.published is not None
+    assert in_turn.published[1] > 1.05 * pairs
+
+
+def test_pairs_are_the_plan_where_nothing_is_better() -> None:
+    """Here after no search, where the order that takes the least memory is all there is beside published ones."""
+    costs = replace(equal_costs(0.25, 2), tokens=1024)
+    found = plan_batch([1024] * 16, costs, 4, passes=1)
+    assert found.published is not None
+    assert found.makespan <= found.published[1] * (1 + 1e-9)
 
 
 def test_passes_of_a_chunk_in_fully_shard_are_apart() -> None:

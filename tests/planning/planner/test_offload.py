@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from bench.overlap_planned import costs_of
 from zbkern.pipeline import Action, Costs, LayerCosts, ModelCosts, Schedule, ScheduleError, plan, schedules, simulate
 from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.planner.idle_time import idle_time
-from zbkern.planning.planner.offload import fit, with_fused
+from zbkern.planning.planner.offload import fit, variants
 
 COPIES = {"offload_bandwidth": 1.0, "reload_bandwidth": 1.0, "copy_slowdown": 0.03}
 COSTS = Costs(held=1.1, checkpoint=0.05, **COPIES)
@@ -145,13 +147,61 @@ def test_idle_time_names_the_wait_for_a_copy_and_the_warm_up_around_a_recomputat
     assert found.warm_up >= 0.99 * gap / recomputing.makespan
 
 
-def test_passes_that_ran_beside_each_other_run_one_after_the_other_where_something_is_saved() -> None:
-    costs = Costs(activation=1.0, held=0.5, checkpoint=0.1)
+def groups_of(schedule: Schedule) -> list[tuple[Action, ...]]:
+    return [schedule.actions[rank][first:end] for rank, ranges in enumerate(schedule.beside) for first, end in ranges]
+
+
+@pytest.mark.parametrize("how", ["offload", "recompute"])
+def test_pairs_stay_where_something_is_saved(how: str) -> None:
+    costs = replace(costs_of(0.25, 2), checkpoint=0.025, **COPIES)
     schedule = schedules.dualpipe_v(4, 8)
-    assert any(schedule.beside)
-    plain, fused = with_fused(schedule, costs)
-    assert not fused.schedule.beside
-    limit = 0.8 * max(plain.peak_memory)
-    saving = fit(schedule, costs, limit, offload=False, recompute=True)
-    assert not saving.schedule.beside
+    pairs = simulate(schedule, costs)
+    limit = 0.8 * max(pairs.peak_memory)
+    added = {"offload": how == "offload", "recompute": how == "recompute"}
+    saving = fit(schedule, costs, limit, **added)
+    assert passes(saving.schedule) == [list(row) for row in schedule.actions]
+    kept = [tuple(each for each in group if each.kind != "R") for group in groups_of(saving.schedule)]
+    assert {*groups_of(schedule)} <= {*kept}
     assert max(saving.peak_memory) <= limit * (1 + 1e-9)
+    assert saving.cost < 0.95 * fit(replace(schedule, beside=()), costs, limit, **added).cost
+
+
+def test_an_order_has_variants_fused_and_in_turn() -> None:
+    costs = costs_of(0.25, 2)
+    order = plan(costs, 4, 8, 2, "v", effort=0).schedule
+    assert any(action.kind == "W" for group in groups_of(order) for action in group)
+    plain, fused, in_turn, both = (timeline.schedule for timeline in variants(order, costs))
+    assert plain is order
+    assert (in_turn.actions, both.actions) == (order.actions, fused.actions)
+    assert not in_turn.beside
+    assert not both.beside
+    without = [tuple(each._replace(kind="BW") if each.kind == "B" else each for each in group if each.kind != "W")
+               for group in groups_of(order)]  # fmt: skip
+    assert groups_of(fused) == [group for group in without if len(group) > 1]
+
+
+@pytest.mark.parametrize("fully_shard", [False, True])
+def test_what_is_recomputed_beside_other_passes_hides_its_network(fully_shard: bool) -> None:
+    costs = replace(costs_of(0.4, 1), checkpoint=0.05)
+    schedule = schedules.one_f_one_b(4, 8)
+    saving = fit(schedule, costs, 2.0, offload=False, recompute=True, fully_shard=fully_shard)
+    hidden = [group for group in groups_of(saving.schedule) if any(each.kind == "R" for each in group)]
+    assert bool(hidden) is not fully_shard  # one chunk per rank, whose passes are then apart
+    assert max(saving.peak_memory) <= 2.0 * (1 + 1e-9)
+    in_turn = replace(costs, network_forward=0.0, network_backward=0.0)
+    alone = fit(schedule, in_turn, 2.0, offload=False, recompute=True)
+    assert saving.cost <= alone.cost * (1 + 1e-9 if fully_shard else 0.98)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_that_save_memory_are_no_worse_with_network_time_that_can_be_hidden(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = replace(costs_of(draw.uniform(0.1, 0.4), 2), checkpoint=draw.choice([0.0, 0.05]), **COPIES)
+    limit, stages = draw.uniform(0.6, 1.0), draw.choice([2, 3, 4])
+    added = draw.choice([{"offload": True}, {"recompute": True}, {"offload": True, "recompute": True}])
+    saving = plan(costs, stages, 3 * stages, 2, "v", limit * stages, effort=0, **added)
+    assert max(saving.peak_memory) <= limit * stages * (1 + 1e-6)
+    in_turn = replace(costs, network_forward=0.0, network_backward=0.0)
+    alone = plan(in_turn, stages, 3 * stages, 2, "v", limit * stages, effort=0, **added)
+    assert saving.timeline.cost <= alone.timeline.cost * (1 + 1e-9)
+    assert saving.timeline.events == simulate(saving.schedule, costs).events

@@ -74,11 +74,11 @@ def search_blocks(problem: Problem, fuse: bool, effort: Effort) -> Ordering | No
 
 
 def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:
-    """The orders with their cost computed, and the most that every rank holds; None when they cannot run, as when
-    microbatches do not pass in order.
+    """The orders in turn with their cost computed, and the most that every rank holds; None when they cannot run, as
+    when microbatches do not pass in order.
     """
     cost, peaks = native.core.measure(problem, orders.rows, orders.fused)
-    return (replace(orders, cost=cost), peaks) if cost >= 0 else None
+    return (replace(orders, cost=cost, beside=()), peaks) if cost >= 0 else None
 
 
 @uncollected()

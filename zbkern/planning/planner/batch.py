@@ -132,7 +132,9 @@ def _searched(request: BatchRequest, lengths: Sequence[int], flat: FlatCosts) ->
     wanted = [per_rank * stages for per_rank in _PACKS] if request.packs else [len(lengths)]
     counts_of_packs = dict.fromkeys(min(len(lengths), count) for count in wanted)
     known = [each for count in counts_of_packs for each in published_orders(owners, count)]
-    orders = [(each.rows, each.fused) for _, each in known]
+    if flat.has_network:  # what runs beside each other, and the same in turn, which holds less
+        known += [(name, replace(each, beside=())) for name, each in known if each.beside]
+    orders = [(each.rows, each.fused, each.beside if flat.has_network else ()) for _, each in known]
     found = _Found(*native.core.plan_batch(problem, list(lengths), request.passes, orders))
     if found.times is None:
         assert limits is not None

@@ -1,14 +1,16 @@
 """Where a schedule offloads and recomputes activations so that it fits in less memory, with the least time.
 
-The order of the passes stays. Each rank's row is gone through once with the times of a simulation: where the next pass
-would exceed the limit, what is needed latest and costs least time is given up, and brought back ahead of its use as
-soon as there is room. How early and in which preference is tried in several ways, and the simulator tells which is
-fastest.
+The order of the passes stays, and what runs beside each other. Each rank's row is gone through once with the times of
+a simulation: where what runs next would exceed the limit, what is needed latest and costs least time is given up, and
+brought back ahead of its use as soon as there is room. A recomputation runs in turn, or beside the passes before it,
+which hide its collectives. How early, how and in which preference is tried in several ways, and the simulator tells
+which is fastest.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -18,13 +20,14 @@ from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.memory import Memory, limits_of
 from zbkern.planning.simulation.simulator import simulate
 from zbkern.planning.simulation.timeline import Timeline
-from zbkern.schedules.actions import Action, ScheduleError
+from zbkern.schedules.actions import Action, Ranges, ScheduleError
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import amount
 
 _ROUNDING = 1e-9  # relative, of a limit
 _LEADS = (1.0, 2.0)  # how many copies before its use something is loaded; either alone: up to 1.4% slower on average
 _ROUNDS = 2  # of placing actions by the times that the last placing gave; one: 0.5% slower on average
+_MOST_BESIDE = 3  # passes that a recomputation makes a group of
 MORE_MEMORY = (1.0, 1.5, 2.0, None)  # times the limit, in which orders are searched; None for no limit
 
 _Times = dict[Action, tuple[float, float]]
@@ -38,12 +41,13 @@ def fit(
     offload: bool = True,
     recompute: bool = False,
     objective: str = "cost",
+    fully_shard: bool = False,
 ) -> Timeline:
     """The fastest simulation of this order of passes that holds at most `memory_limit` on every rank.
 
     memory_limit: one number, or one per rank, in the unit of `costs.activation`. offload, recompute: what may be added.
-    objective: "cost" or "makespan". A schedule that fits as it is comes back as it is. Raises ScheduleError where
-    nothing makes it fit, ValueError where the costs lack what is to be added.
+    objective: "cost" or "makespan". fully_shard: as in `PlanOptions`. A schedule that fits as it is comes
+    back as it is. Raises ScheduleError where nothing makes it fit, ValueError where the costs lack what is to be added.
     """
     limits = limits_of("fit", memory_limit, schedule.ranks)
     assert limits is not None
@@ -52,7 +56,7 @@ def fit(
         return plain
     flat = flat_costs(costs, schedule)
     best: Timeline | None = None
-    for preference in _preferences(offload, recompute):
+    for preference in _preferences(offload, recompute, flat.has_network, fully_shard):
         timeline = plain
         for _ in range(_ROUNDS):
             found = _place(schedule, flat, limits, timeline, preference)
@@ -72,33 +76,51 @@ def fit(
     return best
 
 
-def with_fused(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
-    """The schedule's timeline, and that of the same order with every B and its W as one BW: it holds nothing for W."""
-    yield simulate(schedule, costs)
+def variants(schedule: Schedule, costs: Costs) -> Iterator[Timeline]:
+    """The schedule's timeline, and that of the same order with every B and its W as one BW: it holds nothing for W.
+
+    Then both with the passes that run beside each other in turn, which hold less at once.
+    """
+    orders = [schedule]
     if any(action.kind == "B" for row in schedule.actions for action in row):
-        rows = (
-            tuple(action._replace(kind="BW") if action.kind == "B" else action for action in row if action.kind != "W")
-            for row in schedule.actions
+        orders.append(_fused(schedule))
+    in_turn = [replace(each, beside=()) for each in orders if each.beside]
+    for each in (*orders, *in_turn):
+        yield simulate(each, costs)
+
+
+def _fused(schedule: Schedule) -> Schedule:
+    rows, beside = [], []
+    for rank, row in enumerate(schedule.actions):
+        kept = [place for place, action in enumerate(row) if action.kind != "W"]
+        rows.append(
+            tuple(action._replace(kind="BW") if action.kind == "B" else action for action in map(row.__getitem__, kept))
         )
-        yield simulate(replace(schedule, actions=tuple(rows), beside=()), costs)
+        ranges = [(bisect_left(kept, first), bisect_left(kept, end)) for first, end in schedule.beside_of(rank)]
+        beside.append(tuple((first, end) for first, end in ranges if end - first > 1))
+    return replace(schedule, actions=tuple(rows), beside=tuple(beside) if any(beside) else ())
 
 
 @dataclass(frozen=True)
 class _Preference:
     """How a row is gone through. lead: how many copies ahead something is loaded; oldest: of equals, what has been held
-    for the longest time is given up, and not what is needed latest (either alone: 2.4% slower on average)."""
+    for the longest time is given up, and not what is needed latest (either alone: 2.4% slower on average); joins: what
+    is recomputed runs beside the passes before it, where it may, but apart from those of its chunk if `apart`."""
 
     offload: bool
     recompute: bool
     lead: float
     oldest: bool
+    joins: bool
+    apart: bool
 
 
-def _preferences(offload: bool, recompute: bool) -> Iterator[_Preference]:
+def _preferences(offload: bool, recompute: bool, has_network: bool, apart: bool) -> Iterator[_Preference]:
     kinds = [(offload, False), (False, recompute), (offload, recompute)]
     for kind in dict.fromkeys(kind for kind in kinds if any(kind)):
-        for lead, oldest in product(_LEADS if kind[0] else _LEADS[:1], (False, True)):
-            yield _Preference(*kind, lead, oldest)
+        leads, joins = _LEADS if kind[0] else _LEADS[:1], (False, True) if kind[1] and has_network else (False,)
+        for lead, oldest, join in product(leads, (False, True), joins):
+            yield _Preference(*kind, lead, oldest, join, apart)
 
 
 @dataclass(eq=False)
@@ -125,29 +147,40 @@ def _place(
         raise ValueError("fit: recompute needs Costs.checkpoint, the memory a microbatch holds between an F and its R")
     if preference.offload and (costs.offload_bandwidth is None or costs.reload_bandwidth is None):
         raise ValueError("fit: offload needs Costs.offload_bandwidth and Costs.reload_bandwidth")
-    rows = []
+    rows, beside = [], []
     for rank, static in enumerate(flat.static):
         times = {event.action: (event.start, event.end) for event in timeline.events[rank]}
-        row = _Row(schedule.actions[rank], flat, limits[rank] - static, times, preference).placed()
-        if row is None:
+        groups = schedule.beside_of(rank)
+        row = _Row(schedule.actions[rank], groups, flat, limits[rank] - static, times, preference)
+        if not row.place():
             return None
-        rows.append(tuple(row))
-    # one pass after the other; simulate validates it
-    return replace(schedule, actions=tuple(rows), beside=(), name=f"{schedule.name}-saving")
+        rows.append(tuple(row.found))
+        beside.append(tuple((first, end) for first, end in row.groups if end - first > 1))
+    # simulate validates it
+    return replace(
+        schedule,
+        actions=tuple(rows),
+        beside=tuple(beside) if any(beside) else (),
+        name=f"{schedule.name}-saving",
+    )
 
 
 class _Row:
-    """One rank's row, gone through from its first action to its last."""
+    """One rank's row, gone through from its first action to its last, those beside each other at once.
+
+    found: the row with what makes it fit. groups: of what has run, each with those beside it, where it is in that row.
+    """
 
     def __init__(
         self,
         actions: Sequence[Action],
+        beside: Ranges,
         flat: FlatCosts,
         limit: float,
         times: _Times,
         preference: _Preference,
     ) -> None:
-        self._actions, self._flat, self._preference = actions, flat, preference
+        self._actions, self._beside, self._flat, self._preference = actions, dict(beside), flat, preference
         self._limit = limit * (1 + _ROUNDING)
         self._times = [times[action] for action in actions]
         costs = flat.given
@@ -155,87 +188,121 @@ class _Row:
         self._slow = 1.0 + costs.copy_slowdown
         self._begun, self._ended = _spans(actions, flat)
         self._changes = list(_changes(actions, flat))
+        self._first = self._end = 0  # what runs next
         self._now = 0.0  # memory
+        self._most = 0.0  # memory, within the last group
         self._lane_out = 0.0  # until when copies to the host run
         self._here: dict[_Held, None] = {}
         self._away: list[_Held] = []
         self._recomputed: set[_Held] = set()
-        self._found: list[Action] = []
+        self.found: list[Action] = []
+        self.groups: list[tuple[int, int]] = []
 
-    def placed(self) -> list[Action] | None:
-        """The row with what makes it fit; None where nothing does."""
-        for index, action in enumerate(self._actions):
-            ending = self._ended.get(index)
-            if not self._bring_back(index, ending):
-                return None
-            streams = self._streams(index, ending)
-            if not streams and not self._free_memory(index, self._changes[index], ending):
-                return None
-            self._found.append(action)
-            self._now += self._changes[index]
-            if ending is not None:
-                self._here.pop(ending, None)
-            if index in self._begun:
-                self._here[self._begun[index]] = None
+    def place(self) -> bool:
+        """Whether anything makes the row fit."""
+        while self._end < len(self._actions):
+            self._first = self._end
+            self._end = self._beside.get(self._first, self._first + 1)
+            places = range(self._first, self._end)
+            if not self._bring_back([self._ended[place] for place in places if place in self._ended]):
+                return False
+            streams = self._streams()
+            # of passes beside each other it is not known which one ends first
+            takes = (
+                sum(max(0.0, self._changes[place]) for place in places)
+                if len(places) > 1
+                else self._changes[self._first]
+            )
+            if not streams and not self._free_memory(takes):
+                return False
+            self._most = self._now + max(0.0, takes)
+            self.groups.append((len(self.found), len(self.found) + len(places)))
+            for place in places:
+                self.found.append(self._actions[place])
+                self._now += self._changes[place]
+                if place in self._ended:
+                    self._here.pop(self._ended[place], None)
+                if place in self._begun:
+                    self._here[self._begun[place]] = None
             if streams:
-                self._give_up(self._begun[index], copied=True)
-        return self._found
+                self._give_up(self._begun[self._first], copied=True)
+        return True
 
-    def _streams(self, index: int, ending: _Held | None) -> bool:
-        """Whether the action is an F that is offloaded while it runs, for which there is room then."""
-        kind, chunk, unit = self._actions[index]
+    def _streams(self) -> bool:
+        """Whether an F comes next that is offloaded while it runs, for which there is room then."""
+        kind, chunk, unit = self._actions[self._first]
         costs = self._flat.of_unit(unit)
         activation, streamed = costs.activation[chunk], costs.streamed[chunk]
-        if kind != "F" or not self._preference.offload or streamed == activation:
+        alone = self._end - self._first == 1
+        if kind != "F" or not alone or not self._preference.offload or streamed == activation:
             return False
-        if self._free_memory(index, self._changes[index], ending):
+        change = self._changes[self._first]
+        if self._free_memory(change) or not self._free_memory(change - activation + streamed):
             return False
-        if not self._free_memory(index, self._changes[index] - activation + streamed, ending):
-            return False
-        start, end = self._times[index]
+        start, end = self._times[self._first]
         begin = start + (end - start) * streamed / activation / 2
         copied = activation / self._out
         self._lane_out = max(max(begin, self._lane_out) + copied, end)
         return True
 
-    def _bring_back(self, index: int, ending: _Held | None) -> bool:
-        """What this action needs, and what can come early: loads and recomputations before the action."""
-        if ending is not None and ending in self._recomputed:
-            self._recomputed.discard(ending)
-            if not self._free_memory(index, ending.size - ending.kept, ending):
+    def _bring_back(self, needed: Sequence[_Held]) -> bool:
+        """What comes next needs these; what can come early, too: loads and recomputations before it."""
+        for held in [each for each in needed if each in self._recomputed]:
+            self._recomputed.discard(held)
+            again, more = Action("R", held.chunk, held.unit), held.size - held.kept
+            if self._joins(again, more):
+                first, end = self.groups[-1]
+                self.groups[-1] = first, end + 1
+                self._most += more
+            elif self._free_memory(more):
+                self._most = self._now + more
+                self.groups.append((len(self.found), len(self.found) + 1))
+            else:
                 return False
-            self._found.append(Action("R", ending.chunk, ending.unit))
-            self._now += ending.size - ending.kept
-        now = self._times[index][0]
+            self.found.append(again)
+            self._now += more
+        now = self._times[self._first][0]
         for held in sorted(self._away, key=lambda held: held.end):
-            must = held is ending
+            must = held in needed
             early = self._times[held.end][0] - now <= self._preference.lead * held.size / self._back * self._slow
-            if not (must or (early and not self._within_merged(index))):
+            if not (must or (early and not self._within_merged(self._first))):
                 continue
-            if not self._free_memory(index, held.size, ending if must else held, free_only=not must):
+            if not self._free_memory(held.size, None if must else held):
                 if must:
                     return False
                 continue
             self._away.remove(held)
-            self._found.append(Action("L", held.chunk, held.unit))
+            self.found.append(Action("L", held.chunk, held.unit))
             self._now += held.size
             self._here[held] = None
         return True
 
-    def _within_merged(self, index: int) -> bool:
-        """Whether a copy before this action would part two W of one chunk, which run as one."""
-        if index == 0:
+    def _joins(self, again: Action, more: float) -> bool:
+        """Whether this R can run beside the passes before it, and is to. more: the memory that it takes."""
+        first, end = self.groups[-1] if self.groups else (0, 0)
+        if not self._preference.joins or end != len(self.found) or not 0 < end - first < _MOST_BESIDE:
             return False
-        before, action = self._actions[index - 1], self._actions[index]
+        own = [action for action in self.found[first:end] if action.chunk == again.chunk]
+        excluded = ("F", "R", "B", "BW") if self._preference.apart else ("F", "R")
+        if any(action.unit == again.unit or action.kind in excluded for action in own):
+            return False
+        return max(self._most, self._now) + more <= self._limit
+
+    def _within_merged(self, place: int) -> bool:
+        """Whether a copy before this action would part two W of one chunk, which run as one."""
+        if place == 0:
+            return False
+        before, action = self._actions[place - 1], self._actions[place]
         return before.kind == action.kind == "W" and before.chunk == action.chunk
 
-    def _free_memory(self, index: int, size: float, spared: _Held | None, free_only: bool = False) -> bool:
-        """Gives up what it must so that `size` more fits before this action; free_only: only what costs no time."""
+    def _free_memory(self, size: float, early: _Held | None = None) -> bool:
+        """Gives up what it must so that `size` more fits now. early: it is loaded ahead of its use, and only what costs
+        no time and is needed later is given up for it."""
         chosen: list[tuple[_Held, bool]] = []
         free, lane = self._limit - self._now, self._lane_out
         while size > free:
-            best = self._cheapest(index, spared, lane, [held for held, _ in chosen])
-            if best is None or (free_only and (best[0] > 0 or (spared is not None and best[3].end <= spared.end))):
+            best = self._cheapest(lane, [held for held, _ in chosen])
+            if best is None or (early is not None and (best[0] > 0 or best[3].end <= early.end)):
                 return False
             _, _, copied, held, ends = best
             chosen.append((held, copied))
@@ -250,21 +317,19 @@ class _Row:
         held.given_up = True
         del self._here[held]
         if copied:
-            self._found.append(Action("O", held.chunk, held.unit))
+            self.found.append(Action("O", held.chunk, held.unit))
             self._away.append(held)
             self._now -= held.size
         else:
             self._recomputed.add(held)
             self._now -= held.size - held.kept
 
-    def _cheapest(
-        self, index: int, spared: _Held | None, lane: float, taken: Sequence[_Held]
-    ) -> tuple[float, float, bool, _Held, float] | None:
+    def _cheapest(self, lane: float, taken: Sequence[_Held]) -> tuple[float, float, bool, _Held, float] | None:
         """What costs the least time to give up: the time, a preference, whether it is copied, what, and when the lane
         of copies is free then."""
-        now, options = self._times[index][0], []
+        now, options = self._times[self._first][0], []
         for held in self._here:
-            if held is spared or held.given_up or held in taken or held.end <= index:
+            if held.given_up or held in taken or held.end < self._end:
                 continue
             if self._within_merged(held.end) and self._flat.of_unit(held.unit).merge_saving[held.chunk] > 0:
                 continue

@@ -19,7 +19,7 @@ from zbkern.planning.planner.idle_time import IdleTime, idle_time
 from zbkern.planning.planner.incumbents import ROUNDING
 from zbkern.planning.planner.lane_bounds import lanes_bound
 from zbkern.planning.planner.model_search import Candidates
-from zbkern.planning.planner.offload import MORE_MEMORY, fit, with_fused
+from zbkern.planning.planner.offload import MORE_MEMORY, fit, variants
 from zbkern.planning.planner.portfolio import SETTINGS
 from zbkern.planning.planner.problem import problem_of, schedule_of, serial_ordering
 from zbkern.planning.planner.published import MANY, generators_of
@@ -336,21 +336,26 @@ def _saving(request: PlanRequest, limits: Sequence[float], plans: Sequence[Plan]
 
     Its lower bound is that of unlimited memory, which no offload and no recomputation can be below.
     """
-    objective, added = request.options.objective, {"offload": request.offload, "recompute": request.recompute}
-    orders = [(plan, timeline) for plan in plans for timeline in with_fused(plan.schedule, plan.costs)]
+    objective = request.options.objective
+    orders = [(plan, timeline) for plan in plans for timeline in variants(plan.schedule, plan.costs)]
     for plan in {(plan.schedule.placement, plan.schedule.slices): plan for plan in plans}.values():
         for make in generators_of(plan.schedule.placement):
             schedule = make(len(limits), plan.schedule.microbatches, slices=plan.schedule.slices)
-            orders += [(plan, timeline) for timeline in with_fused(schedule, plan.costs)]
-    as_they_are = [  # what is saved has no passes beside each other
-        plan for plan in plans if plan.schedule.beside and not any(map(exceeds, plan.timeline.peak_memory, limits))
-    ]
-    best = min(as_they_are, key=lambda plan: plan._reached, default=None)
+            orders += [(plan, timeline) for timeline in variants(schedule, plan.costs)]
+    best: Plan | None = None
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
         if best is not None and getattr(timeline, objective) >= best._reached:
             break
         try:
-            fitted = fit(timeline.schedule, plan.costs, limits, **added, objective=objective)
+            fitted = fit(
+                timeline.schedule,
+                plan.costs,
+                limits,
+                offload=request.offload,
+                recompute=request.recompute,
+                objective=objective,
+                fully_shard=request.options.fully_shard,
+            )
         except ScheduleError as error:
             errors.append(error)
             continue

@@ -288,7 +288,7 @@ def serial_ordering(problem: Problem, fuse: bool) -> Ordering:
 
 
 def ordering_of(schedule: Schedule) -> Ordering:
-    """A published schedule as orders: with the units of a chunk in order. No cost yet."""
+    """A published schedule as orders: with the units of a chunk in order, and no W beside other passes. No cost yet."""
     chunks, units = len(schedule.placement), len(schedule.units)
     order = order_of_backward(units, len(schedule.slices))
     place = {unit: number for number, unit in enumerate(order)}  # of its B and its W
@@ -306,7 +306,7 @@ def ordering_of(schedule: Schedule) -> Ordering:
             else:
                 row.append(first[kind, chunk] + number)
         rows.append(row)
-    return Ordering(0, rows, fused)
+    return Ordering(0, rows, fused, schedule.beside)
 
 
 def grouped(orders: Ordering) -> Ordering:
