@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zbkern.planning.costs.chunks import Costs
-from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, flat_costs, kept_by_slices
+from zbkern.planning.costs.flat import FlatCosts, Growth, Growths, kept_by_slices
 from zbkern.planning.costs.memory import Limit, exceeds
 from zbkern.planning.planner import native
 from zbkern.planning.planner.annealing import events_of
@@ -26,6 +26,7 @@ from zbkern.planning.planner.published import published_orders
 from zbkern.planning.planner.request import BatchRequest, Placement
 from zbkern.planning.simulation.timeline import Timeline
 from zbkern.schedules.actions import ScheduleError, check_count
+from zbkern.schedules.ahead import memory_ahead
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.units import amount, enough
 
@@ -116,16 +117,15 @@ def best_batch_plan(request: BatchRequest, lengths: Sequence[int]) -> BatchPlan:
     _, owners = request.placed(request.chunks_per_rank)
     flat = FlatCosts.of(costs, owners)
     while True:
-        found = _searched(request, lengths, flat)
-        ahead = flat_costs(costs, found.schedule).ahead  # messages, for which the search has left some room
-        room = tuple(map(max, flat.ahead, ahead))
+        found, ahead = _searched(request, lengths, flat)
+        room = tuple(map(max, flat.ahead, ahead))  # for messages, of which the search has left some
         if limits is None or room == flat.ahead or not any(map(exceeds, found.peak_memory, limits)):
             return found
         flat = replace(flat, ahead=room)
 
 
-def _searched(request: BatchRequest, lengths: Sequence[int], flat: FlatCosts) -> BatchPlan:
-    """What one search finds. Raises ScheduleError where nothing fits."""
+def _searched(request: BatchRequest, lengths: Sequence[int], flat: FlatCosts) -> tuple[BatchPlan, tuple[float, ...]]:
+    """What one search finds, and the memory of its messages on each rank. Raises ScheduleError where nothing fits."""
     costs, owners, stages, limits = request.costs, flat.placement, request.stages, request.limits
     assert costs.tokens is not None
     problem = _BatchCosts.of(flat, costs.tokens, lengths, request)
@@ -155,10 +155,10 @@ def _searched(request: BatchRequest, lengths: Sequence[int], flat: FlatCosts) ->
     actions = actions_of(found.rows, found.fused, order)
     beside = tuple(map(tuple, found.beside)) if any(found.beside) else ()
     schedule = Schedule(actions, owners, len(cuts), "plan-batch", own_slices=cuts, beside=beside)._proven()
-    static = flat_costs(costs, schedule).static
-    peaks = (own + peak / problem.memory_scale for own, peak in zip(static, found.peaks, strict=True))
+    found_flat = replace(flat, ahead=_ahead(flat, schedule, costs.tokens))
+    peaks = (own + peak / problem.memory_scale for own, peak in zip(found_flat.static, found.peaks, strict=True))
     events, unit = events_of(actions, found.times), costs.time_unit or ""
-    return BatchPlan(
+    plan = BatchPlan(
         timeline=Timeline(schedule, events, tuple(peaks), unit, memory_unit=costs.memory_unit or ""),
         costs=costs,
         objective="makespan",
@@ -168,6 +168,16 @@ def _searched(request: BatchRequest, lengths: Sequence[int], flat: FlatCosts) ->
         ends=tuple(tuple(accumulate((lengths[number] for number in row), initial=0)) for row in found.members),
         published=published,
     )
+    return plan, found_flat.ahead
+
+
+def _ahead(flat: FlatCosts, schedule: Schedule, tokens: int) -> tuple[float, ...]:
+    """The memory of the messages that may wait on each rank: the costs of all units, which have it, take longer to make
+    than the search takes."""
+    message, units = flat.whole.message, [length for cut in schedule.own_slices for length in cut]
+    if not any(message):
+        return flat.ahead
+    return tuple(memory_ahead(schedule, lambda edge, unit: message[edge] * units[unit] / tokens))
 
 
 def sequence_work(costs: Costs, length: int) -> float:
