@@ -339,6 +339,24 @@ def test_layers_that_take_no_single_token_are_compared_in_longer_slices() -> Non
     assert probed == [TOKENS, TOKENS, 28, 20]  # of its parts the first is not run again where the second one fails
 
 
+def test_what_differs_is_named_before_what_comes_of_it() -> None:
+    """A state that nothing goes on from has no gradient, which the carry refuses in other words."""
+
+    class Forgets(nn.Linear):
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            sums = super().forward(x).cumsum(1)
+            if carry is not None:
+                carry.state("sums")
+                carry.keep("sums", sums[:, -1:])
+            return sums
+
+    with (
+        pytest.raises(PipelineError, match=r"it \(Forgets\) computes something else"),
+        one_rank(Forgets(WIDTH, WIDTH).double(), schedules.zb_h1(1, 2, slices=2)) as pipe,
+    ):
+        pipe.step(*batch(torch.float64))
+
+
 class Counts(nn.Module):
     """A buffer that every forward in training changes, and a mode of its own in which alone it is wrong."""
 

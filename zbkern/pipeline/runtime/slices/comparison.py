@@ -92,13 +92,20 @@ class Comparison:
             whole = self._run_whole(case, runs)
             if case.may_end and alike is not None and not alike.chooses:
                 return None
-            found = runs.parts(case.lengths)
-            verdict = Verdict(self._module, case, runs.places, watching, alike, self._rounding.limit)
-            return verdict.difference(whole, found)
+            try:
+                found = runs.parts(case.lengths)
+            except Unable:  # it may come of what differs: the carry raises where a slice does not go on from a state
+                if (wrong := self._verdict(case, runs, watching, alike).first_that_differs()) is not None:
+                    return wrong
+                raise
+            return self._verdict(case, runs, watching, alike).difference(whole, found)
         finally:
             if alike is not None:
                 self.chooses, self.compares = alike.chooses, alike.compares
             watching.forget()
+
+    def _verdict(self, case: Case, runs: Runs, watching: Watching, alike: Alike | None) -> Verdict:
+        return Verdict(self._module, case, runs.places, watching, alike, self._rounding.limit)
 
     def _run_whole(self, case: Case, runs: Runs) -> Found:
         found, drawn = runs.whole(), self._traces.drawn()

@@ -127,18 +127,22 @@ class Runs:
             queue.discard()  # W of losses that compute their gradients in a forward
             return Found(_detached(leaves), [], {}, self._traces.buffers())
         cotangents = self._cotangents(leaves)
-        for number in reversed(range(len(places))):
-            ends = [
-                (leaf, cotangent)
-                for leaf, cotangent in zip(leaves[number], cotangents[number], strict=True)
-                if cotangent is not None and leaf.requires_grad
-            ]
-            ends += carries.gradients(number)
-            if ends:
-                roots, arrived = zip(*ends, strict=True)
-                with queue.defer(number), losses.during(number), self._calm(number):
-                    torch.autograd.backward(roots, arrived)
-            carries.end_backward(number)
+        try:
+            for number in reversed(range(len(places))):
+                ends = [
+                    (leaf, cotangent)
+                    for leaf, cotangent in zip(leaves[number], cotangents[number], strict=True)
+                    if cotangent is not None and leaf.requires_grad
+                ]
+                ends += carries.gradients(number)
+                if ends:
+                    roots, arrived = zip(*ends, strict=True)
+                    with queue.defer(number), losses.during(number), self._calm(number):
+                        torch.autograd.backward(roots, arrived)
+                carries.end_backward(number)
+        except Exception:
+            queue.discard()
+            raise
         queue.run([*range(len(places))])  # those of one weight at once: its gradient is read and written once
         of_inputs = [self._together(parts) for parts in zip(*given, strict=True)]
         parameters = take_gradients(self._module)

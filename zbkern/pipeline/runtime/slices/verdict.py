@@ -36,13 +36,13 @@ class Verdict(NamedTuple):
     def difference(self, whole: Found, found: Found) -> str | None:
         """What differs, and by how much; None where nothing does."""
         return (
-            self._first_that_differs()
+            self.first_that_differs()
             or self._other_numbers_compared()
             or self._other_outputs(whole, found)
             or self._other_gradients(whole, found)
         )
 
-    def _first_that_differs(self) -> str | None:
+    def first_that_differs(self) -> str | None:
         """The part that first returned something else, or was given another gradient, and by how much."""
         exact = self.exact
         wrong = [(key, error) for key, error in self.watching.errors if not error <= exact]
