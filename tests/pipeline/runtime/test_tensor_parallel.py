@@ -68,9 +68,9 @@ def gradients_with(wgrads_per_collective: int, regather_inputs: bool) -> tuple[d
     queue.merge = False  # one W at a time, as with wgrads_per_collective: sums in the same order
     queue.wgrads_per_collective, queue.regather_inputs = wgrads_per_collective, regather_inputs
     covered: list[int] = []
-    run = queue.run_during_collective
+    run = queue._run_during_collective
     with ours.pipe, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(queue, "run_during_collective", lambda *how: (covered.append(run(*how)), covered[-1])[1])
+        patch.setattr(queue, "_run_during_collective", lambda *how: (covered.append(run(*how)), covered[-1])[1])
         ours.gradients(0)
     return (
         values({name: parameter.grad for name, parameter in ours.named().items()}),
