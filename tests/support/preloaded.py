@@ -1,5 +1,6 @@
 """What the processes of tests' ranks are forked from: it has imported what they need, which takes seconds."""
 
+import contextlib
 import gc
 import importlib
 
@@ -13,6 +14,8 @@ for name in (
     "zbkern.pipeline.runtime.engine",
 ):
     importlib.import_module(name)
+with contextlib.suppress(ImportError):  # of the optional library, what its models import
+    importlib.import_module("transformers.models.llama.modeling_llama")
 
 # A collection in a rank would visit every object of these modules, and so copy it: a third of a second of each rank.
 gc.collect()
