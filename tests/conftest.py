@@ -21,6 +21,7 @@ with contextlib.suppress(ImportError):
 
     settings.register_profile("thorough", settings.get_profile("ci"))
 
+RANKS = {"two_ranks", "fresh_ranks", "four_ranks"}
 _BEGIN = time.perf_counter()
 
 
@@ -48,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if "slow" in item.keywords]
         items[:] = [item for item in items if "slow" not in item.keywords]
         config.hook.pytest_deselected(items=slow)  # to report each as skipped took seconds
+    # First those of ranks, so that one worker of pytest-xdist gets them: each that has some starts six processes
+    items.sort(key=lambda item: RANKS.isdisjoint(getattr(item, "fixturenames", ())))
 
 
 def pytest_collection_finish() -> None:
