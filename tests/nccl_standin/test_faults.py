@@ -46,7 +46,8 @@ def check(fault: Fault, seed: int) -> None:
             continue
         assert each.after < bound, (rank, each)
         if fault.kind == "kill":
-            assert each.text == f"{name} exited unexpectedly: its connection closed without notice", (rank, each)
+            gone = f"{name} exited unexpectedly: its connection closed without notice"
+            assert each.text == f"{gone}; start all ranks again, from a checkpoint", (rank, each)
         elif fault.kind == "freeze":
             assert re.search(rf"{name}, which does not answer|{name}, action .*: stuck", each.text), (rank, each)
         elif rank != fault.victim or fault.place == "recv":

@@ -467,9 +467,8 @@ class DistributedTransport(Transport):
                 return
             self._unreachable.add(peer)
             if self._final_message is None:
-                self._fail_all(
-                    FinalMessage("lost", f"rank {peer} exited unexpectedly: its connection closed without notice")
-                )
+                text = f"rank {peer} exited unexpectedly: its connection closed without notice"
+                self._fail_all(FinalMessage("lost", f"{text}; start all ranks again, from a checkpoint"))
 
     def _outlived(self) -> bool:
         """Whether the connections of the calling thread, a receiver, were closed before it ended."""
