@@ -431,6 +431,30 @@ def test_targets_of_one_row_for_several_of_inputs_are_noticed(caplog: pytest.Log
         assert ("inputs have 8 rows and targets 2, which is one for a microbatch" in caplog.text) == noticed
 
 
+def test_side_inputs_that_differ_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * scale
+
+    for differ in (False, True):
+        caplog.clear()
+
+        def step(pipe: Pipeline, differ: bool = differ) -> None:
+            scale = torch.arange(4.0)[:, None] + differ * pipe.rank
+            pipe.step(torch.ones(4, 6), torch.ones(4, 6), side={"scale": scale})
+
+        run_pipelines(schedules.zb_h1(2, 2), [Scaled(6, 6), Scaled(6, 6)], step)
+        said = "the side inputs of ranks [0, 1] differ, and each rank's chunks take its own"
+        assert (said in caplog.text) == differ
+
+
+def test_what_is_no_tensor_is_named_in_short() -> None:
+    step = lambda pipe: pipe.step(torch.ones(4000, 6).numpy(), None)  # noqa: E731
+    error = run_pipelines(schedules.zb_h1(2, 2), [nn.Linear(6, 6), nn.Linear(6, 6)], step, keep_errors=True)[0]
+    assert str(error).startswith("Pipeline.step: inputs must hold tensors with a batch dimension")
+    assert len(str(error)) < 300
+
+
 def _sums(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum() - target.sum()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -227,19 +228,25 @@ def identity(value: Any) -> bytes:
     return b"".join(digest_of(leaf) or b"" for leaf in tensors if leaf.layout is torch.strided and not leaf.is_nested)
 
 
-def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
-    """Warns where ranks were given inputs or targets that differ, as by a loader that shards them over all ranks.
+_GIVEN = {
+    "inputs": "only those of the rank that needs them count (others may pass None)",
+    "targets": "only those of the rank that needs them count (others may pass None)",
+    "side inputs": "each rank's chunks take its own",
+}
 
-    identities: of inputs and targets, by rank. No error, since all but one rank's may be anything.
+
+def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
+    """Warns where ranks were given a batch that differs, as by a loader that shards it over all ranks.
+
+    identities: of inputs, targets and side inputs, by rank. No error, since all but one rank's may be anything.
     """
-    for name, numbers in zip(("inputs", "targets"), zip(*identities, strict=True), strict=True):
+    for name, numbers in zip(_GIVEN, zip(*identities, strict=True), strict=True):
         ranks = [rank for rank, number in enumerate(numbers) if number]
         if len({numbers[rank] for rank in ranks}) > 1:
             logger.warning(
-                "Pipeline.step: the %s of ranks %s differ, and only those of the rank that needs them count: the ranks "
-                "of one pipeline need one batch, so a DataLoader must not be sharded over them; ranks that need no %s "
-                "may pass None",
-                *(name, ranks, name),
+                "Pipeline.step: the %s of ranks %s differ, and %s: the ranks of one pipeline need one batch, so a "
+                "DataLoader must not be sharded over them",
+                *(name, ranks, _GIVEN[name]),
             )
 
 
@@ -280,7 +287,8 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
     if not leaves or others:
         raise TypeError(
             f"Pipeline.{call}: {name} must hold tensors with a batch dimension, as a tokenizer's return_tensors='pt' "
-            f"gives them; got {(others or [value])[0]!r}; a list with one entry per microbatch may hold anything"
+            f"gives them; got {reprlib.repr((others or [value])[0])}; a list with one entry per microbatch may hold "
+            "anything"
         )
     for tensor in tensors:
         if tensor.shape[0] % count:

@@ -95,7 +95,7 @@ class Calls:
                 self.boundary.recover(self.transport, self.timeout)
         if call == "step" and self.completed == 0 and self.transport.size > 1:
             with self.running():
-                given = identity(arguments[0]), identity(arguments[1])
+                given = tuple(map(identity, arguments))
                 rows = rows_of(arguments[0]), rows_of(arguments[1])
                 batches = self.transport.gather((given, rows), self.timeout, call)
             if self.transport.rank == 0:
