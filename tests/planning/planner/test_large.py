@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_the_core_has_the_times_of_the_simulator(make: Callable[..., Schedule]) 
         (1.0, 1.1, 0.9, 1.3, 1.0, 1.2), 1.2, 0.7, 0.25, 1.0, 0.8, split_overhead=0.1, merge_saving=0.1, static=3.0
     )
     problem = Problem.build(FlatCosts.of(costs, (0, 1, 2, 2, 1, 0)), 14, [1e9] * 3, False)
-    orders = ordering_of(make(3, 14))
+    orders = replace(ordering_of(make(3, 14)), beside=())
     found, expected = timeline_of(orders, problem, "x"), simulate(schedule_of(orders, problem, "x"), costs)
     assert found.schedule == expected.schedule
     for row, other in zip(found.events, expected.events, strict=True):
