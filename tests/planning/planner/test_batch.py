@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.batches import check_complete, costs_of, lengths_of, placements
 from zbkern.pipeline import Costs, ScheduleError, simulate
+from zbkern.planning.costs import flat
 from zbkern.planning.planner import native
 from zbkern.planning.planner.batch import plan_batch
 
@@ -213,3 +214,11 @@ def test_units_are_small_enough_where_memory_is_short(count: int, median: int, s
     plan = plan_batch(lengths, costs, 16, memory_limit=1.28 * longest)
     perfect = sum(3 * length + 3.5 * length * length / linear for length in lengths)
     assert perfect / plan.makespan > 0.8
+
+
+def test_a_plan_makes_no_costs_of_its_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of hundreds of units take longer than the search."""
+    made: list[Any] = []
+    monkeypatch.setattr(flat, "_of_own_slices", lambda *given: made.append(given))
+    plan_batch([3000, 500, 900, 128], Costs(tokens=1024, message=0.05, carried=0.1), 2, memory_limit=20.0)
+    assert not made
