@@ -59,7 +59,7 @@ def rows(folder: Path, fate: str) -> Job:
 
 def test_every_failure_costs_only_its_own_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each program takes longer to start than its share is."""
-    monkeypatch.setattr(gpu_session, "STARTING", 1.0)
+    monkeypatch.setattr(gpu_session, "STARTING", 2.5)
     late = "import time; time.sleep(0.3); "
     crash = "file.write_text(json.dumps({'figures': found})); os.abort() if name == 'b' else None"
     jobs = [
@@ -71,7 +71,7 @@ def test_every_failure_costs_only_its_own_job(tmp_path: Path, monkeypatch: pytes
         rows(tmp_path, crash),
         program("last", late + "print('done')", 0.1),
     ]
-    found = run(jobs, 8.0, tmp_path)
+    found = run(jobs, 15.0, tmp_path)
     statuses = ["ok", "wrong", "timed out", "died", "cannot run", "ok", "ok"]
     assert [job["status"] for job in found.values()] == statuses
     assert found["good"]["said"] == "11 passed"

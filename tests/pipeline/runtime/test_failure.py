@@ -180,17 +180,22 @@ def test_a_rank_that_does_not_construct_its_pipeline_is_named(two_ranks: Any, wr
         assert gathered == [{"rank": 0}, {"rank": 1}]
 
 
+def own_threads() -> set[threading.Thread]:
+    """Those of pipelines in this process, also of earlier tests that have not closed theirs."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("zbkern-")}
+
+
 def failing_over_gloo(slow_receiver: bool) -> tuple[str, Any]:
     if not slow_receiver:
         return failing_then_working(None, ArithmeticError("wrong"))
-    receive, kept, alive = Incoming.receive, [], []
+    receive, kept, alive, others = Incoming.receive, [], [], own_threads()
 
     def receive_late(incoming: Incoming) -> Any:
         time.sleep(0.05 if incoming._peer == 0 else 0)
         return receive(incoming)
 
     def keep_open(groups: list[Any]) -> None:  # as what else is under way may do
-        alive.extend(thread.name for thread in threading.enumerate() if thread.name.startswith("zbkern-"))
+        alive.extend(thread.name for thread in own_threads() - others)
         kept.extend(groups)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -210,7 +215,7 @@ def test_every_rank_hears_of_it_and_the_pipeline_goes_on_over_gloo(two_ranks: An
 
 def closing_before_all_is_read() -> list[str]:
     """Names of threads that have not ended long after, where no rank waits for the others."""
-    kept, receive = [], Incoming.receive
+    kept, receive, others = [], Incoming.receive, own_threads()
 
     def receive_late(incoming: Incoming) -> Any:
         time.sleep(0.05 if incoming._peer == 0 else 0)
@@ -222,7 +227,7 @@ def closing_before_all_is_read() -> list[str]:
         patch.setattr(distributed, "_TOGETHER", 0.0)
         failing_then_working(None, ArithmeticError("wrong"))
         deadline = time.monotonic() + 20
-        while names := [each.name for each in threading.enumerate() if each.name.startswith("zbkern-")]:
+        while names := [each.name for each in own_threads() - others]:
             if time.monotonic() > deadline:
                 return names
             time.sleep(0.01)

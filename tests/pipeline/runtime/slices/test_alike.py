@@ -32,3 +32,14 @@ def test_the_first_that_no_mask_has_taken_out(name: str) -> None:
     with alike:
         found = choose(x)
     assert found.tolist() == expected
+
+
+def test_what_has_only_the_shape_of_data_is_compared_as_it_is() -> None:
+    """A mask of tokens that are chosen begins with zeros of their shape."""
+    x = torch.tensor([[1.0, 2.0, 3.0]])
+    alike = Alike(3, 3)
+    alike.begin((0, 3), [x], [])
+    with alike:
+        chosen = torch.zeros_like(x).scatter(-1, x.topk(2).indices, 1.0)
+        assert (chosen == 0).tolist() == [[False, False, True]]
+        assert (x == 0).tolist() == [[True, True, True]]

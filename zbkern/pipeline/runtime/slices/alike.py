@@ -26,6 +26,11 @@ _ORDERS = {
     *("nonzero", "argwhere", "unique", "unique_consecutive", "multinomial", "searchsorted", "bucketize"),
     *("masked_select", "histc", "bincount", "where"),
 }
+# whose results have a tensor's shape, and nothing of its numbers
+_SHAPED = {
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty"),
+}
 _MOST = 1_000  # comparisons in a pass: a loop that waits for one never ends
 
 
@@ -76,7 +81,7 @@ class Alike(TorchFunctionMode):
                     ("".join(self._running[-1:]), each.detach().clone()) for each in args if self._scanned([each])
                 ]
                 return result if any(scanned) else self._passed(result)
-        if self._passes is not None and (scanned := self._scanned([*args, *kwargs.values()])):
+        if self._passes is not None and name not in _SHAPED and (scanned := self._scanned([*args, *kwargs.values()])):
             for each in result if isinstance(result, tuple | list) else (result,):
                 self.note(each, name in _SCANS or any(scanned))
         return result
