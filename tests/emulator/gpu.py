@@ -66,7 +66,6 @@ def gpu(capability: int, seed: int = 0, runs: bool = True, processors: int | Non
     import torch
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.runtime import build
 
     from build_tools.kernels import launches
     from zbkern.kernels import dispatch
@@ -85,11 +84,6 @@ def gpu(capability: int, seed: int = 0, runs: bool = True, processors: int | Non
         if runs:
             stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", _text))
             stack.enter_context(mock.patch.object(CUDABackend, "hash", _hash))
-            # Triton's launchers run once or twice here: gcc takes half as long, and the cache keeps them apart, too
-            compiled = build._build
-            quickly = lambda *given: compiled(*given[:-1], [*given[-1], "-O0"])  # noqa: E731
-            stack.enter_context(mock.patch.object(build, "_build", quickly))
-            stack.enter_context(mock.patch.object(build, "platform_key", _key))
         processors = processors or (4 if runs else launches.SMS[capability])
         stack.enter_context(mock.patch.dict(launches.SMS, {capability: processors}))
         stack.enter_context(launches.tiles_of(capability))
@@ -102,10 +96,6 @@ def gpu(capability: int, seed: int = 0, runs: bool = True, processors: int | Non
 
 def _text(backend: Any, ptx: str, *_: object) -> bytes:
     return ptx.encode() + b"\0"
-
-
-def _key() -> str:
-    return "emulated"
 
 
 def _hash(backend: Any) -> str:  # Triton's cache keeps these apart from what is compiled for a GPU
