@@ -11,9 +11,11 @@ OUT   ?= .cache/bench
 SHARDS  ?= $(shell nproc 2>/dev/null || echo 4)
 TEST_SECONDS ?= 540
 GPU_TESTS = TRITON_INTERPRET=0 $(PYTHON) -m pytest -v --seconds $(TEST_SECONDS) tests/gpu
-# Of tests that need no GPU: two processes for a core, for many a test waits, and eight at most; 0 runs them in
-# one, for a debugger. Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
-WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) * 2 )))
+# Of tests that need no GPU: a process more than cores, for some tests wait (two cores: 185 s; with four processes 209),
+# and two for a core of slow ones, of which many wait. Eight at most; 0 runs them in one, for a debugger.
+# Those of one file may run in several: in test_fault_matrix.py they wait for minutes.
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 1 )))
+SLOW_WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) * 2 )))
 PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal --hypothesis-profile ci
 # `make test-torch` keeps an environment of every torch here, and runs these in it; no Triton kernels, which need the
 # Triton of torch 2.10.
@@ -92,7 +94,7 @@ test: $(READY) ## the tests that need no GPU, without the slow ones
 
 test-all: test ## and the slow ones, and properties on more examples
 	-$(PIP) install --quiet trl # whose losses docs/trainer.md compares; without it that test is skipped
-	$(PYTHON) $(PYTEST) --slow -m "slow or more_examples" --hypothesis-profile thorough
+	$(PYTHON) $(PYTEST) --numprocesses $(SLOW_WORKERS) --slow -m "slow or more_examples" --hypothesis-profile thorough
 
 emulate: $(READY) ## compiled kernels on an emulator: every launch, layout, dtype and seed; half an hour and more
 	$(PYTHON) -m tests.emulator --jobs $(SHARDS)
