@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.planner_problems import random_problem
-from zbkern.pipeline import Costs, PlanOptions, plan, schedules, simulate
+from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.planner import annealing, bounds, list_scheduler, native, pattern_search, portfolio
 from zbkern.planning.planner.native import Effort
@@ -17,9 +17,7 @@ from zbkern.planning.planner.problem import (
     Ordering,
     Problem,
     grouped,
-    of_whole_activations,
     ordering_of,
-    problem_of,
     schedule_of,
     serial_ordering,
     within,
@@ -225,24 +223,3 @@ def test_orders_that_cannot_run_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot run"):
         annealing.anneal(given, stuck, Effort())
     assert with_cost(given, stuck) is None
-
-
-def test_a_limit_of_whole_activations_is_a_limit_where_memory_is_short() -> None:
-    flat = FlatCosts.of(Costs(1.0, 1.0, 1.0, 0.1, (1.0, 2.0, 2.0, 1.5), 1.2), (0, 1, 1, 0))
-    given = problem_of(flat, 8, [7.9, 9.0], "cost")
-    found = of_whole_activations(given)
-    assert [limit / given.memory_scale for limit in found.limit] == pytest.approx([7.5, 8.0])
-    assert of_whole_activations(found).limit == found.limit
-    roomy = problem_of(flat, 8, None, "cost")
-    assert of_whole_activations(roomy) is roomy
-
-
-@pytest.mark.slow
-def test_more_memory_is_no_worse_where_a_w_just_fits_beside_whole_activations() -> None:
-    """It was by 0.2 %, and all three were worse by 0.2 to 0.6 %."""
-    costs = Costs(7.47, 8.22, 4.9, 0.3, 1.0, 1.158, split_overhead=0.2)
-    options = PlanOptions(steady=False)
-    reached = [
-        plan(costs, 16, 64, 2, "v", limit, effort=2, options=options).timeline.cost for limit in (34.05, 34.43, 34.8)
-    ]
-    assert max(reached) <= 1.0005 * reached[0]

@@ -21,14 +21,7 @@ from zbkern.planning.planner.list_scheduler import (
 )
 from zbkern.planning.planner.native import Effort
 from zbkern.planning.planner.pattern_search import Pattern, is_v, search_patterns, zb_v_patterns
-from zbkern.planning.planner.problem import (
-    Ordering,
-    Problem,
-    fewer_ranks,
-    of_whole_activations,
-    serial_ordering,
-    tighter,
-)
+from zbkern.planning.planner.problem import Ordering, Problem, fewer_ranks, serial_ordering, tighter
 from zbkern.planning.planner.published import MANY
 from zbkern.planning.planner.settings import SearchSettings
 
@@ -107,18 +100,13 @@ def warm_start(best: Incumbent) -> Ordering | None:
     return list_schedule(problem, tried[found[0][1]]) if found else None
 
 
-def first_patterns(problem: Problem, passes: int) -> list[tuple[Problem, Pattern]]:
-    """The best of ZB-V's patterns with other counts, tried on at most so many passes; none but for a single V.
-
-    As a pattern delays W by what fits, one more is of a limit of whole activations, which mostly is better or worse.
-    """
-    found = []
-    problems = dict.fromkeys((problem, of_whole_activations(problem))) if is_v(problem) else ()
-    for each in problems:
-        patterns = list(zb_v_patterns(each))
-        best = _best_of(each, len(patterns), passes // len(problems), _find_patterns)
-        found += [(each, patterns[number]) for _, number in best[:1]]
-    return found
+def first_pattern(best: Incumbent, passes: int) -> Pattern | None:
+    """The best of ZB-V's patterns with other counts, tried on at most so many passes; None but for a single V."""
+    if not is_v(best.problem):
+        return None
+    patterns = list(zb_v_patterns(best.problem))
+    found = _best_of(best.problem, len(patterns), passes, _find_patterns)
+    return patterns[found[0][1]] if found else None
 
 
 def _find_patterns(problem: Problem, numbers: Sequence[int], kept: int) -> list[tuple[int, int]]:
@@ -137,7 +125,7 @@ class Population:
 
     def __init__(self, best: Incumbent, pattern_passes: int) -> None:
         problem = self.problem = best.problem
-        self.best, self._patterns = best, first_patterns(problem, pattern_passes)
+        self.best, self._pattern = best, first_pattern(best, pattern_passes)
         self._by_pattern: Ordering | None = None
         self._member: Ordering | None = None  # the best of the last round
         self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
@@ -195,17 +183,16 @@ class Population:
         return best
 
     def _patterned(self, passes: int, seed: int) -> Ordering | None:
-        """The best that attempts from the first patterns have found so far, from each at least one."""
+        """The best that attempts from the first pattern have found so far."""
         moves = passes // (SETTINGS.temperatures * self.problem.passes)  # most are rejected before half of it has run
         attempts = max(1, moves // (SETTINGS.pattern_moves * self.problem.ranks))
         hot = SETTINGS.pattern_temperatures
-        for attempt in range(max(attempts, len(self._patterns)) if moves else 0):
-            if not self._patterns or self.best.over:
+        for attempt in range(attempts if moves else 0):
+            if self._pattern is None or self.best.over:
                 break
-            problem, pattern = self._patterns[attempt % len(self._patterns)]
             cooling = temperatures(self.problem, hot[(seed + attempt) % len(hot)])
             effort = self.best.effort(seed << 16 | attempt, cooling, 2 * moves // attempts, SETTINGS.pattern_spread)
-            found = search_patterns(problem, pattern, effort)
+            found = search_patterns(self.problem, self._pattern, effort)
             if found is not None and (self._by_pattern is None or found[0].cost < self._by_pattern.cost):
                 self._by_pattern = found[0]
                 self.best.offer(self._by_pattern)

@@ -135,16 +135,12 @@ class Problem:
         parts = (zip(each.fused, each.backward, each.weight, strict=True) for each in self.by_chunk)
         if any(both < b + w for each in parts for both, b, w in each):
             return True
-        more = (zip(each.held, each.freed, strict=True) for each in self.by_chunk)
-        return self.is_short and any(held > found for each in more for held, found in each)
-
-    @cached_property
-    def is_short(self) -> bool:
-        """Whether some rank has no room for all microbatches at once."""
-        memory = [0] * self.ranks
+        memory = [0] * self.ranks  # of all microbatches at once
         for rank, each in zip(self.placement, self.by_chunk, strict=True):
             memory[rank] += self.microbatches * sum(map(max, each.activation, each.held))
-        return any(limit < all_ for limit, all_ in zip(self.limit, memory, strict=True))
+        short = any(limit < all_ for limit, all_ in zip(self.limit, memory, strict=True))
+        more = (zip(each.held, each.freed, strict=True) for each in self.by_chunk)
+        return short and any(held > found for each in more for held, found in each)
 
     @property
     def saves(self) -> bool:
@@ -255,19 +251,6 @@ def tighter(problem: Problem, shares: Sequence[float]) -> list[Problem]:
     limits = [round(share * problem.ranks * whole * (1 + _SLACK)) for share in shares]
     found = [tuple(min(most, limit) for most in problem.limit) for limit in limits]
     return [replace(problem, limit=limit) for limit in found if limit != problem.limit]
-
-
-def of_whole_activations(problem: Problem) -> Problem:
-    """The same where each rank's limit is a whole number of activations, where memory is short: orders that delay a W
-    into what is left beside these, because it just fits there, can be worse than those that run it at once."""
-    if not problem.is_short:
-        return problem
-    largest = [max(max(problem.by_chunk[chunk].activation) for chunk in chunks) for chunks in problem.chunks_of]
-    slack = [(1 + _SLACK) * each for each in largest]
-    limits = [
-        int(most // each * one) if each else most for most, each, one in zip(problem.limit, largest, slack, strict=True)
-    ]
-    return replace(problem, limit=tuple(map(min, limits, problem.limit)))
 
 
 def fewer_ranks(problem: Problem, count: int) -> Problem:
