@@ -228,11 +228,8 @@ def identity(value: Any) -> bytes:
     return b"".join(digest_of(leaf) or b"" for leaf in tensors if leaf.layout is torch.strided and not leaf.is_nested)
 
 
-_GIVEN = {
-    "inputs": "only those of the rank that needs them count (others may pass None)",
-    "targets": "only those of the rank that needs them count (others may pass None)",
-    "side inputs": "each rank's chunks take its own",
-}
+_OF_ONE_RANK = "only those of the rank that needs them count (others may pass None)"
+_GIVEN = {"inputs": _OF_ONE_RANK, "targets": _OF_ONE_RANK, "side inputs": "each rank's chunks take its own"}
 
 
 def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
