@@ -47,7 +47,7 @@ endif
 export OMP_NUM_THREADS ?= 1
 # Where it is set, each of the tests' many processes compiles every file anew: a sixth of their time.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup ready-gpu cuda demo test test-all emulate test-torch test-gpu lint site bench-pipeline bench-gpu bench-split kernels-report clean
+.PHONY: help setup ready-gpu cuda demo test test-all emulate install-torch test-torch test-gpu lint site bench-pipeline bench-gpu bench-split kernels-report clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /	/' | expand -t 20
@@ -101,11 +101,13 @@ emulate: $(READY) ## compiled kernels on an emulator: every launch, layout, dtyp
 	$(PYTHON) -m tests.emulator.taken_out
 	$(PYTHON) -m tests.emulator.extension || test $$? = 2
 
-test-torch: ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
+install-torch: # what test-torch begins with; .ci/run downloads while other tests run
 	@test -x '$(TORCHES)/$(TORCH)/bin/python' || python3 -m venv '$(TORCHES)/$(TORCH)'
 	@echo "Installing $(TORCH) into $(TORCHES): from PyPI this takes several minutes and 7 GB"
 	'$(TORCHES)/$(TORCH)/bin/python' -m pip --disable-pip-version-check install --quiet --upgrade --no-cache-dir \
 	'$(TORCH)' pytest pytest-xdist hypothesis 'numpy<2.3'
+
+test-torch: install-torch ## the main tests with another torch, in an environment of its own: make test-torch TORCH=torch==2.8.0
 	'$(TORCHES)/$(TORCH)/bin/python' -c 'import torch; print("torch", torch.__version__)'
 	'$(TORCHES)/$(TORCH)/bin/python' $(PYTEST) $(SMOKE)
 
