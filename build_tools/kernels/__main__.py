@@ -12,14 +12,15 @@ from build_tools.kernels import launches
 from build_tools.kernels import sass as triton_sass
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prints a table, or one JSON object per line; returns 1 when a kernel has a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="calls whose name contains this")
     parser.add_argument("--capability", type=int, action="append", help="80, 90, 100; all when not given")
     parser.add_argument("--launched", action="store_true", help="everything that calls can select: half an hour")
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    parser.add_argument("--jobs", type=int, help="processes that compile, one for each core when not given")
+    arguments = parser.parse_args(argv)
     bad = 0
     if triton_sass.disassembler() is None:
         print("nvdisasm was not found, so the machine code is not checked; set NVDISASM to its path", file=sys.stderr)
@@ -27,8 +28,9 @@ def main() -> int:
         columns = f"{'regs':>5} {'stack':>5} {'shared KB':>9} {'loop KB':>7}  PTX has"
         print(f"{'kernel':<44} {'sm':>4} {'warps':>5} {'stages':>6} {columns}")
     capabilities = arguments.capability or triton_aot.CAPABILITIES
-    found = [named for capability in capabilities for named in launches.jobs(capability, arguments.launched)]
-    for report in triton_aot.reports([named for named in found if arguments.only in named.name]):
+    wanted = launches.all_runs if arguments.launched else launches.runs
+    found = [named for capability in capabilities for named in launches.jobs(capability, wanted)]
+    for report in triton_aot.reports([named for named in found if arguments.only in named.name], arguments.jobs):
         faults = report.faults()
         bad += bool(faults)
         if arguments.json:

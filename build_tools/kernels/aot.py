@@ -109,17 +109,19 @@ class Report:
         return found
 
 
-def reports(found: Sequence[Named]) -> Iterator[Report]:
-    """Compiles all, one per core at a time. A job's report is kept in `kept_in()`, by all that it depends on: a second
-    run compiles what has changed."""
+def reports(found: Sequence[Named], jobs: int | None = None) -> Iterator[Report]:
+    """Compiles all in so many processes, one per core when not given; 1 is this process. A job's report is kept in
+    `kept_in()`, by all that it depends on: a second run compiles what has changed."""
     files = [kept_in() / "reports" / f"{_key(named)}.json" for named in found]
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         begun = {
-            file: pool.submit(_compile, named) for named, file in zip(found, files, strict=True) if not file.exists()
+            file: functools.partial(_compile, named) if jobs == 1 else pool.submit(_compile, named).result
+            for named, file in zip(found, files, strict=True)
+            if not file.exists()
         }
         for file in files:
             if file in begun:
-                _keep(file, json.dumps(asdict(begun[file].result())))
+                _keep(file, json.dumps(asdict(begun[file]())))
             yield _report_of(json.loads(file.read_text()))
 
 

@@ -34,19 +34,19 @@ class Named(NamedTuple):
     aligned: bool
 
 
-def jobs(capability: int, everything: bool = False) -> list[Named]:
-    """What the runs of large layers, or (everything) all that calls can select, compile on such a GPU, each once."""
+def jobs(capability: int, runs_of: Callable[[int], Iterator[Run]] | None = None) -> list[Named]:
+    """What `runs`, or another of these lists, compile on such a GPU, each once."""
     from triton.backends.compiler import GPUTarget
 
     found: list[Named] = []
     with tiles_of(capability), recorded(GPUTarget("cuda", capability, 32)) as made:
-        for name, run in all_runs() if everything else runs(capability):
+        for name, run in (runs_of or runs)(capability):
             begin = len(made)
             run()
             several = len(made) > begin + 1
             for job in made[begin:]:
                 label = f"{name}: {job.kernel[1].strip('_')}" if several else name
-                found.append(Named(label, job, not (everything or "shifted" in name)))
+                found.append(Named(label, job, not (runs_of is all_runs or "shifted" in name)))
     return found
 
 
@@ -82,6 +82,17 @@ ROWS = 4095
 def runs(capability: int) -> Iterator[Run]:
     """(name, call) of what production launches: large layers in bf16, what has the fewest registers left in float32,
     and outputs that bulk copies refuse."""
+    yield from tightest(capability)
+    for shape in SHORTER_ATTENTION:
+        yield attention(*shape)
+    if capability >= 89:
+        yield from casts(torch.float8_e4m3fn, SINGLE)
+        for dtype in (HALF, SINGLE):
+            yield from casts(torch.float8_e5m2, dtype)
+
+
+def tightest(capability: int) -> Iterator[Run]:
+    """Of `runs`, what comes closest to a limit of the GPU: one kind of casts, the longest attention of a head size."""
     bulk = capability >= 90
     yield from large_linears(bulk)
     yield from large_experts(bulk)
@@ -91,7 +102,9 @@ def runs(capability: int) -> Iterator[Run]:
     yield from rotary()
     yield from loss()
     if capability >= 89:
-        yield from casts()
+        yield from casts(torch.float8_e4m3fn, HALF)
+        x, parts = empty(SIZE, SIZE), empty(512, dtype=SINGLE)
+        yield "float8_amax bf16", lambda: backend().float8_amax(x, parts)
     for shape in ATTENTION:
         yield attention(*shape)
     yield from attention_tables()
@@ -252,18 +265,15 @@ def rotary() -> Iterator[Run]:
         yield f"rotary {'interleaved ' if interleaved else ''}{2 * half} of {size}", run
 
 
-def casts() -> Iterator[Run]:
+def casts(kind: torch.dtype, dtype: torch.dtype) -> Iterator[Run]:
     """To 8 bits, of rows and of columns, with a scale for each and for all."""
     parts = empty(512, dtype=SINGLE)
-    for kind, dtype in itertools.product((torch.float8_e4m3fn, torch.float8_e5m2), (HALF, SINGLE)):
-        for turned, amax, features in itertools.product((False, True), (None, parts), (SIZE, 7 * SIZE)):
-            x = empty(features, ROWS + 1, dtype=dtype).t() if turned else empty(ROWS, features, dtype=dtype)
-            y, scale = empty(*x.shape, dtype=kind), empty(1 if amax is parts else len(x), dtype=SINGLE)
-            name = f"float8_cast {short(dtype)} to {str(kind)[13:]} of {features}" + " turned" * turned
-            run = functools.partial(backend().float8_cast, x, amax, True, y, scale)
-            yield name + " one scale" * (amax is not None), run
-    x = empty(SIZE, SIZE)
-    yield "float8_amax bf16", lambda: backend().float8_amax(x, parts)
+    for turned, amax, features in itertools.product((False, True), (None, parts), (SIZE, 7 * SIZE)):
+        x = empty(features, ROWS + 1, dtype=dtype).t() if turned else empty(ROWS, features, dtype=dtype)
+        y, scale = empty(*x.shape, dtype=kind), empty(1 if amax is parts else len(x), dtype=SINGLE)
+        name = f"float8_cast {short(dtype)} to {str(kind)[13:]} of {features}" + " turned" * turned
+        run = functools.partial(backend().float8_cast, x, amax, True, y, scale)
+        yield name + " one scale" * (amax is not None), run
 
 
 def loss() -> Iterator[Run]:
@@ -305,26 +315,30 @@ def attention(
 ATTENTION: tuple[tuple, ...] = (
     # head size, dtype, causal, window, sequences of different lengths[, head size of values, soft cap, sinks]
     (40, HALF, True, True, True),
+    (64, HALF, True, True, True, 64, False, True),
+    (96, HALF, True, False, False),
+    (128, HALF, True, False, True, 128, True, True),
+    (256, HALF, True, True, False, 256, True, False),
+    (192, HALF, True, False, True, 128, False, False),
+    (64, SINGLE, False, False, True),
+    (128, SINGLE, True, True, True),
+)
+"""Every head size that has tiles of its own, the longest code of each, and what has the fewest registers left."""
+
+SHORTER_ATTENTION: tuple[tuple, ...] = (
     (64, HALF, True, False, False),
     (64, HALF, False, False, True),
     (64, HALF, True, True, True),
-    (96, HALF, True, False, False),
     (128, HALF, True, False, False),
     (128, HALF, False, False, True),
     (128, HALF, True, True, True),
     (256, HALF, False, False, False),
     (256, HALF, True, False, False),
     (256, HALF, True, True, True),
-    (64, HALF, True, True, True, 64, False, True),
-    (128, HALF, True, False, True, 128, True, True),
-    (256, HALF, True, True, False, 256, True, False),
     (192, HALF, True, False, False, 128, False, False),
-    (192, HALF, True, False, True, 128, False, False),
-    (64, SINGLE, False, False, True),
     (128, SINGLE, True, False, False),
-    (128, SINGLE, True, True, True),
 )
-"""Every head size that has tiles of its own, the longest code of each, and what has the fewest registers left."""
+"""Of the same head sizes: the code of each is part of a longer one's."""
 
 
 def attention_tables() -> Iterator[Run]:
@@ -389,8 +403,8 @@ def linear(shape: tuple[int, int], dtype: torch.dtype, layouts: tuple[str, str, 
         )
 
 
-def all_runs() -> Iterator[Run]:
-    """(name, call) of other layouts, alignments, dtypes and tiles: too much for every test run."""
+def all_runs(capability: int) -> Iterator[Run]:
+    """(name, call) of other layouts, alignments, dtypes and tiles, on any GPU: too much for every test run."""
     for dtype, layouts, shape in itertools.product((HALF, SINGLE), LAYOUTS, SHAPES):
         for name, run in linear(shape, dtype, layouts):
             yield f"{short(dtype)} {name} {' '.join(dict.fromkeys(layouts))}", run

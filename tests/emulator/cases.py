@@ -239,14 +239,18 @@ def cases(capability: int, dtype: torch.dtype, device: str = "cpu") -> list[Case
 
 
 def faults(
-    case: Case, capability: int, seeds: Sequence[int], launches: ModuleType | None = None
+    case: Case,
+    capability: int,
+    seeds: Sequence[int],
+    launches: ModuleType | None = None,
+    processors: int | None = None,
 ) -> tuple[dict[str, str], int, float]:
     """What is wrong, by its kind; how many launches there were, and how long they took in seconds. launches: whose, of
-    Triton's kernels when not given."""
+    Triton's kernels when not given. processors: as for `gpu`."""
     found: dict[str, str] = {}
     launched, seconds = 0, 0.0
     for seed in seeds:
-        with gpu(capability, seed), _tiles_of(case):
+        with gpu(capability, seed, processors=processors), _tiles_of(case):
             from zbkern.kernels.triton import kernels
 
             torch.manual_seed(0)

@@ -85,7 +85,6 @@ CHECKS: dict[str, Callable[[ModuleType, random.Random], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "first", "count"),
     [
@@ -93,9 +92,9 @@ CHECKS: dict[str, Callable[[ModuleType, random.Random], None]] = {
         *(pytest.param(name, 1, 15, id=f"{name}, many", marks=pytest.mark.slow) for name in CHECKS),
     ],
 )
-def test_shapes_that_are_drawn(capability: int, name: str, first: int, count: int) -> None:
+def test_shapes_that_are_drawn(name: str, first: int, count: int) -> None:
     for number in range(first, first + count):
-        draw = random.Random(f"{name} {number}")
+        draw, capability = random.Random(f"{name} {number}"), (90, 80)[number % 2]
         case = Case(f"{name} {number}", lambda launches, draw=draw: CHECKS[name](launches, draw))  # type: ignore[misc]
         found, _, _ = faults(case, capability, [number])
         assert not found, case.name
