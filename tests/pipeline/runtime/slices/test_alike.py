@@ -1,4 +1,4 @@
-"""What is chosen where all tokens are chosen alike."""
+"""What is chosen where all tokens are chosen alike, and what probes make of choices."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from tests.support.chunks import one_rank
+from zbkern.pipeline import PipelineError, schedules
+from zbkern.pipeline.runtime.slices import alike as alike_module
 from zbkern.pipeline.runtime.slices.alike import Alike
+
+
+def into_given(x: Tensor) -> Tensor:
+    values, indices = torch.empty(2, 1), torch.empty(2, 1, dtype=torch.long)
+    torch.topk(x, 1, out=(values, indices))
+    return indices
+
 
 CHOICES: dict[str, tuple[Callable[[Tensor], Any], list[list[int]]]] = {
     "topk": (lambda x: x.topk(2).indices, [[0, 2], [1, 2]]),
@@ -19,6 +30,8 @@ CHOICES: dict[str, tuple[Callable[[Tensor], Any], list[list[int]]]] = {
     "argmin": (lambda x: torch.argmin(x, dim=0)[None], [[0, 1, 0]]),
     "max": (lambda x: x.max(1).indices[:, None], [[0], [1]]),
     "min": (lambda x: torch.min(x, dim=1, keepdim=True).indices, [[0], [1]]),
+    "along an axis": (lambda x: x.argmax(axis=-1, keepdim=True), [[0], [1]]),
+    "into a given tensor": (lambda x: into_given(x), [[0], [1]]),
     "of all numbers": (lambda x: x.argmax(keepdim=True), [[2]]),
 }
 
@@ -32,6 +45,46 @@ def test_the_first_that_no_mask_has_taken_out(name: str) -> None:
     with alike:
         found = choose(x)
     assert found.tolist() == expected
+    assert alike.fault is None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.func.grad(lambda each: each.topk(2).values.sum())(x),
+        lambda x: torch.func.vmap(lambda each: each.argmax(-1))(x),
+        lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged).argmax(-1),
+        lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged) > 0,
+    ],
+)
+def test_what_a_choice_is_made_in_goes_on(call: Callable[[Tensor], Any]) -> None:
+    x = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
+    alike = Alike(2, 2)
+    alike.begin((0, 2), [x], [])
+    with alike:
+        call(x)
+    assert alike.fault is None
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: x.cummax(1).indices, True),
+        (lambda x: x.long(), True),
+        (lambda x: torch.searchsorted(x, x), True),
+        (lambda x: x.sort(1).values, True),
+        (lambda x: x.round(), True),
+        (lambda x: x.tanh() + x.cumsum(1), False),
+        (lambda x: torch.zeros_like(x, dtype=torch.long), False),
+    ],
+)
+def test_integers_and_truths_of_numbers_are_choices(call: Callable[[Tensor], Any], expected: bool) -> None:
+    x = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
+    alike = Alike(None, 3)
+    alike.begin((0, 3), [x], [])
+    with alike:
+        call(x)
+    assert alike.chooses == expected
 
 
 def test_what_has_only_the_shape_of_data_is_compared_as_it_is() -> None:
@@ -43,3 +96,68 @@ def test_what_has_only_the_shape_of_data_is_compared_as_it_is() -> None:
         chosen = torch.zeros_like(x).scatter(-1, x.topk(2).indices, 1.0)
         assert (chosen == 0).tolist() == [[False, False, True]]
         assert (x == 0).tolist() == [[True, True, True]]
+
+
+class Leaders(nn.Module):
+    """Takes the tokens whose scores are the largest so far. How few tokens are in order is chance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.score = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, cu_seqlens: Any = None, carry: Any = None) -> Tensor:
+        leads = self.score(x)[..., 0].cummax(1).indices == torch.arange(x.shape[1])
+        return self.linear(x) * leads[..., None]
+
+
+@pytest.mark.parametrize(
+    ("side", "refusal"),
+    [({}, "cannot take its sequences in slices"), ({"cu_seqlens": torch.tensor([0, 2, 6])}, "packed into a row")],
+)
+@pytest.mark.parametrize("seed", [7, 55])
+def test_few_tokens_hide_nothing_by_their_order(seed: int, side: dict[str, Tensor], refusal: str) -> None:
+    torch.manual_seed(seed)
+    module, x = Leaders().double(), torch.randn(1, 6, 8, dtype=torch.float64)
+    with (
+        one_rank(module, schedules.gpipe(1, 1, slices=1 if side else 2), nn.MSELoss(reduction="sum")) as pipe,
+        pytest.raises(PipelineError, match=refusal),
+    ):
+        pipe.step([x], [x], [side] if side else None)
+
+
+class Topmost(nn.Module):
+    """An expert of each token. crowds: it raises where the first expert gets them all."""
+
+    def __init__(self, crowds: bool = False) -> None:
+        super().__init__()
+        self.linear, self.crowds = nn.Linear(8, 8), crowds
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        try:
+            best = self.linear(x).argmax(-1, keepdim=True)
+        except Exception:
+            best = x.new_zeros((*x.shape[:2], 1), dtype=torch.long)
+        if self.crowds and not best.any():
+            raise ValueError("the first expert is full")
+        return x * self.linear(x).gather(-1, best)
+
+
+def test_a_fault_of_the_probe_is_no_weaker_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the module catches errors."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("argsort")
+
+    x = torch.randn(1, 24, 8)
+    monkeypatch.setattr(alike_module, "_with_first", fail)
+    with (
+        one_rank(Topmost(), schedules.gpipe(1, 1, slices=2), F.mse_loss) as pipe,
+        pytest.raises(PipelineError, match=r"a fault of its own \(KeyError: 'argsort'\); please report it"),
+    ):
+        pipe.step([x], [x])
+
+
+def test_a_module_that_takes_no_such_choice_is_compared_as_the_data_chooses() -> None:
+    x = torch.randn(1, 24, 8)
+    with one_rank(Topmost(crowds=True), schedules.gpipe(1, 1, slices=2), F.mse_loss) as pipe:
+        pipe.step([x], [x])

@@ -20,11 +20,10 @@ _COMPARISONS = {
 }
 # of what tokens before have: these are compared with the limit itself
 _SCANS = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
-# whose results tokens may have by what is in others
+# whose results are numbers that were chosen, or steps; what makes integers or truths of numbers chooses, whatever it is
 _ORDERS = {
-    *("sort", "msort", "argsort", "kthvalue", "quantile", "nanquantile", "median", "nanmedian", "mode"),
-    *("nonzero", "argwhere", "unique", "unique_consecutive", "multinomial", "searchsorted", "bucketize"),
-    *("masked_select", "histc", "bincount", "where"),
+    *("sort", "msort", "kthvalue", "quantile", "nanquantile", "median", "nanmedian", "mode", "unique", "histc"),
+    *("unique_consecutive", "masked_select", "where", "round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside"),
 }
 # whose results have a tensor's shape, and nothing of its numbers
 _SHAPED = {
@@ -32,6 +31,10 @@ _SHAPED = {
     *("new_zeros", "new_ones", "new_full", "new_empty"),
 }
 _MOST = 1_000  # comparisons in a pass: a loop that waits for one never ends
+
+
+class _Endless(RuntimeError):
+    """A loop of the module's compares numbers until they are others."""
 
 
 class Alike(TorchFunctionMode):
@@ -43,6 +46,7 @@ class Alike(TorchFunctionMode):
         super().__init__()
         self._passes, self._are_alike = passes, passes in (0, tokens)
         self.chooses = self.compares = False  # whether numbers were chosen from, ordered or compared; and the last
+        self.fault: Exception | None = None  # what has failed here; the module, which may catch errors, sees nothing
         # by place: what was compared that depends on data, and the part that did so
         self.compared: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
         # by identity: these are kept, so that no other has it; and whether they depend on tokens before
@@ -64,19 +68,31 @@ class Alike(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if name in _CHOICES or name in _COMPARISONS or name in _ORDERS:
-            given = (*args, *kwargs.values())
-            self.chooses |= any(isinstance(each, Tensor) and each.is_floating_point() for each in given)
+        if torch.compiler.is_compiling():
+            return result
+        try:
+            return self._instead(getattr(func, "__name__", ""), result, args, kwargs)
+        except _Endless:
+            raise
+        except Exception as error:
+            self.fault = self.fault or error
+            return result
+
+    def _instead(self, name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What a function of this name returns in the place of its result."""
+        if not self.chooses and name not in _SHAPED and _is_any((*args, *kwargs.values()), is_floating=True):
+            results = result if isinstance(result, tuple | list) else (result,)
+            self.chooses = name in _ORDERS or _is_any(results, is_floating=False)
         if name in _CHOICES:
-            _choose_first(name, result, args, kwargs)
+            result = _with_first(name, result, args, kwargs)
         elif name in _COMPARISONS and self._is_of_tokens(result):
             self.compares = self.compares or any(isinstance(each, Tensor) and each.is_floating_point() for each in args)
             if self._passes is not None and (scanned := self._scanned(args)):
                 self._left -= 1
                 if not self._left:
-                    raise RuntimeError("it compares numbers until they are others")
+                    raise _Endless("it compares numbers until they are others")
                 self._noted += [
                     ("".join(self._running[-1:]), each.detach().clone()) for each in args if self._scanned([each])
                 ]
@@ -87,7 +103,9 @@ class Alike(TorchFunctionMode):
         return result
 
     def _is_of_tokens(self, result: Any) -> bool:
-        return isinstance(result, Tensor) and any(size and size % self._tokens == 0 for size in result.shape)
+        if not isinstance(result, Tensor) or result.is_nested:
+            return False
+        return any(size and size % self._tokens == 0 for size in result.shape)
 
     def _passed(self, result: Tensor) -> Tensor:
         if self._are_alike:
@@ -111,17 +129,29 @@ class Alike(TorchFunctionMode):
         return found
 
 
-def _choose_first(name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Writes into indices: of the first one, or the first ones, of those that no mask has taken out."""
+def _is_any(values: Iterable[Any], is_floating: bool) -> bool:
+    """Whether any is a tensor of these numbers, or of others."""
+    return any(isinstance(each, Tensor) and each.is_floating_point() == is_floating for each in values)
+
+
+def _with_first(name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A result with indices of the first one, or the first ones, of those that no mask has taken out."""
     values = args[0] if args else kwargs.get("input")
     indices = result if name.startswith("arg") else result[1] if isinstance(result, tuple) else None
-    if indices is None or not isinstance(values, Tensor) or not values.is_floating_point():
-        return
+    if indices is None or not isinstance(values, Tensor) or not values.is_floating_point() or values.is_nested:
+        return result
     place = 2 if name == "topk" else 1
-    along = kwargs.get("dim", args[place] if len(args) > place else -1 if name == "topk" else None)
+    default = kwargs.get("axis", -1 if name == "topk" else None)
+    along = kwargs.get("dim", args[place] if len(args) > place else default)
     if along is None or not values.dim():
-        return  # of all numbers, in the place of one of each token
+        return result  # of all numbers, in the place of one of each token
     is_masked = values.abs() >= torch.finfo(values.dtype).max / 2
     first = is_masked.to(torch.int8).argsort(dim=along, stable=True)
-    first = first.narrow(along, 0, indices.shape[along] if name == "topk" else 1)
-    indices.copy_(first.view(indices.shape))
+    first = first.narrow(along, 0, indices.shape[along] if name == "topk" else 1).view(indices.shape)
+    if "out" in kwargs:
+        indices.copy_(first)
+    elif indices is result:
+        return first
+    else:  # new ones, for the gradient of the values needs theirs
+        return type(result)((result[0], first))
+    return result

@@ -55,6 +55,16 @@ class Unable(Exception):
         self.in_parts = in_parts
 
 
+class Fault(RuntimeError):
+    """What a probe itself does has failed, and nothing that the module does: no weaker comparison stands in for it."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(
+            f"a probe has failed by a fault of its own ({type(error).__name__}: {error}); please report it, and use a "
+            "schedule without slices, and batches without packs (packs=False)"
+        )
+
+
 class Found(NamedTuple):
     """Of a run: outputs of each part, gradients of inputs and of weights, and buffers."""
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zbkern.pipeline.runtime.forward_state import evaluation_mode
 from zbkern.pipeline.runtime.slices.alike import Alike
-from zbkern.pipeline.runtime.slices.case import Case, Found, Unable
+from zbkern.pipeline.runtime.slices.case import Case, Fault, Found, Unable
 from zbkern.pipeline.runtime.slices.differences import Rounding
 from zbkern.pipeline.runtime.slices.runs import Runs
 from zbkern.pipeline.runtime.slices.traces import Traces, are_same
@@ -69,8 +69,9 @@ class Comparison:
     def difference(self, case: Case) -> str | None:
         """What differs, and by how much; None where nothing does.
 
-        Raises Unable where the forwards cannot be compared. Where random numbers are drawn, `Undrawn` makes constants
-        of them, and modules are in evaluation mode if they draw yet others.
+        Raises Unable where the forwards cannot be compared, and Fault where that is not for what they do. Where random
+        numbers are drawn, `Undrawn` makes constants of them, and modules are in evaluation mode if they draw yet
+        others.
         """
         while True:
             calm = evaluation_mode([self._module]) if self._draws == _OTHERS else nullcontext()
@@ -100,9 +101,11 @@ class Comparison:
                 raise
             return self._verdict(case, runs, watching, alike).difference(whole, found)
         finally:
+            watching.forget()
             if alike is not None:
                 self.chooses, self.compares = alike.chooses, alike.compares
-            watching.forget()
+                if alike.fault is not None:  # whatever the module has made of it
+                    raise Fault(alike.fault) from alike.fault
 
     def _verdict(self, case: Case, runs: Runs, watching: Watching, alike: Alike | None) -> Verdict:
         return Verdict(self._module, case, runs.places, watching, alike, self._rounding.limit)

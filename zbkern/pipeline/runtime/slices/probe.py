@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbkern.pipeline.runtime.slices.carry import carries_of
-from zbkern.pipeline.runtime.slices.case import Case, Unable
+from zbkern.pipeline.runtime.slices.case import Case, Fault, Unable
 from zbkern.pipeline.runtime.slices.comparison import Comparison
 from zbkern.pipeline.runtime.slices.probe_inputs import (
     LONGEST,
@@ -38,6 +38,8 @@ from zbkern.pipeline.transport.tensors import tensors_in
 
 _TOKENS = 19  # of a probe: slices of prime lengths, which divide few other sizes
 MOST_TOKENS = 64  # of its longer sequence: on a CPU as long as a few, for reading weights is what takes time
+# Drawn again for fewer, which may hide by chance what they choose by each other.
+_DRAWS = 4
 _DDP = nn.parallel.DistributedDataParallel
 _LARGEST = 512  # tokens of a slice, for what takes no others than those of the call
 _Cases = Callable[[Comparison], Iterator[tuple[str, Case]]]  # to be compared by this, each with what it is called
@@ -61,7 +63,7 @@ class Probes:
 
     def check(self, run: Callable[..., Any], inputs: Any, side: Mapping[str, Any]) -> None:
         """Behind run(inputs, side), which calls the module. Raises ValueError for sequences that are cut, or packed, in
-        a way that the chunk cannot take."""
+        a way that the chunk cannot take, Fault where no probe could tell."""
         if not side and not isinstance(inputs, dict):
             return
         carry, plain = side.get("carry"), {name: value for name, value in side.items() if name != "carry"}
@@ -88,7 +90,8 @@ class Probes:
         """
         if not self._is_collective and not isinstance(error, torch.OutOfMemoryError):
             try:
-                self.check(run, inputs, side)
+                with suppress(Fault):
+                    self.check(run, inputs, side)
             except ValueError as refusal:
                 raise refusal from error
 
@@ -161,12 +164,17 @@ def difference_of_slices(
 def _difference_of_packs(module: nn.Module, run: Callable[..., Any], call: Call) -> str | None:
     """What is different for sequences that are packed into a row; None for nothing."""
 
-    def cases(lengths: _Lengths, draw: Draw, told: bool, _: Comparison) -> Iterator[tuple[str, Case]]:
-        for each, trains in (lengths.many, False), (lengths.uneven, True):
-            inputs, side = drawn_inputs(call, module, sum(each), draw._replace(recurs=trains))
+    def cases(lengths: _Lengths, draw: Draw, told: bool, comparison: Comparison) -> Iterator[tuple[str, Case]]:
+        def case(each: Sequence[int], trains: bool, number: int = 0) -> Case:
+            inputs, side = drawn_inputs(call, module, sum(each), draw._replace(recurs=trains, number=number))
             parts = [of_sequences(call, [length], told) for length in each]
-            whole = [of_sequences(call, each, True)]
-            yield "", Case(inputs, side, each, whole, parts, trains=trains, alike=not trains)
+            alike = not trains and not number
+            return Case(inputs, side, each, [of_sequences(call, each, True)], parts, trains=trains, alike=alike)
+
+        yield "", case(lengths.many, False)
+        yield "", case(lengths.uneven, True)
+        for number in _more_draws(lengths, comparison):
+            yield "", case(lengths.uneven, False, number)
 
     if call.total < 2:
         return None
@@ -206,10 +214,12 @@ def _difference(comparison: Comparison, case: Case) -> str | None:
 
 
 def _difference_of_choices(comparison: Comparison, case: Case) -> str | None:
-    """What differs where all tokens are chosen alike, in one way or another; as the data chooses where this fails."""
+    """What differs where all tokens are chosen alike, in one way or another; as the data chooses where the module takes
+    no such choice."""
     try:
         wrong = _difference(comparison, case)
     except Unable:
+        comparison.chooses = True  # or might
         return _difference(comparison, case._replace(alike=False))
     if not comparison.compares:
         return wrong
@@ -267,29 +277,44 @@ def _cases_of_slices(
     """Some tell of gradients, too, and of attributes that slices leave to each other; in others tokens are chosen
     alike. These are of another length, by which a module may do something else. What has no mask and chooses nothing
     has only those of gradients, of the longer sequence."""
-    has_ends, rows = tells_ends(call.side), min(call.rows, ROWS)
-    graded, is_plain = lengths.uneven, not has_ends and not call.has_mask()
+    has_ends, is_plain = tells_ends(call.side), not tells_ends(call.side) and not call.has_mask()
+    cases = partial(_cases_of_lengths, module, call)
     if is_plain:
         yield "", _case_of_slices(module, call, lengths.longer, draw, False)._replace(may_end=True)
-        graded = graded if comparison.chooses else lengths.in_three
-    every = [(graded, True)] if is_plain else [(lengths.two if has_ends else lengths.longer, False), (graded, True)]
-    for each, trains in [*every, (own, True)] if own else every:
-        count = sum(each)
-        if has_ends:
-            yield "", _case_of_slices(module, call, each, draw, trains, sequences=_packed(count))
-        elif not call.has_mask():
-            yield "", _case_of_slices(module, call, each, draw, trains)
-        elif each is lengths.uneven:
-            padded = padding(max(rows, 2), count, each[0])
-            for counted in [padded[:rows]] if rows > 1 else padded.split(1):
-                what = " with padding (attention_mask)"
-                yield what, _case_of_slices(module, call, each, draw, trains, counted)
-        else:
-            counted = torch.ones(rows, count, dtype=torch.bool)
-            yield "", _case_of_slices(module, call, each, draw, trains, counted)
+    else:
+        yield from cases(lengths.two if has_ends else lengths.longer, draw, False)
+    graded = lengths.uneven if comparison.chooses or not is_plain else lengths.in_three
+    yield from cases(graded, draw, True, pads=True)
+    if own:
+        yield from cases(own, draw, True)
+    for number in _more_draws(lengths, comparison):
+        yield from cases(lengths.uneven, draw._replace(number=number), False)
     if in_packs and not has_ends and not call.has_mask():
         packed = _packed(sum(lengths.two))
         yield " of packed rows (position_ids)", _case_of_slices(module, call, lengths.two, draw, True, None, packed)
+
+
+def _more_draws(lengths: _Lengths, comparison: Comparison) -> range:
+    """Numbers of draws that are compared as the data chooses, forwards alone."""
+    return range(1, 1 + _DRAWS if comparison.chooses and sum(lengths.uneven) < _TOKENS else 1)
+
+
+def _cases_of_lengths(
+    module: nn.Module, call: Call, lengths: Sequence[int], draw: Draw, trains: bool, pads: bool = False
+) -> Iterator[tuple[str, Case]]:
+    """pads: with padding, where the call has a mask."""
+    count, rows = sum(lengths), min(call.rows, ROWS)
+    case = partial(_case_of_slices, module, call, lengths, draw, trains)
+    if tells_ends(call.side):
+        yield "", case(sequences=_packed(count))
+    elif not call.has_mask():
+        yield "", case()
+    elif pads:
+        padded = padding(max(rows, 2), count, lengths[0])
+        for counted in [padded[:rows]] if rows > 1 else padded.split(1):
+            yield " with padding (attention_mask)", case(counted)
+    else:
+        yield "", case(torch.ones(rows, count, dtype=torch.bool))
 
 
 def _case_of_slices(
@@ -308,7 +333,8 @@ def _case_of_slices(
     # because of what is beside it for all tokens, a module may take a few as the first slice of a sequence
     wholes = {"carry": None}, {"carry": carries_of([count])[0]}
     counted = None if counted is None else counted.to(_device_of(call, module))
-    return Case(inputs, side, lengths, wholes, None, counted, trains, keeps_attributes=trains, alike=not trains)
+    alike = not trains and not draw.number
+    return Case(inputs, side, lengths, wholes, None, counted, trains, keeps_attributes=trains, alike=alike)
 
 
 def _packed(count: int) -> list[int]:

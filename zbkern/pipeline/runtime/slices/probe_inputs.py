@@ -79,11 +79,12 @@ def kind_of(value: Any) -> object:
 class Draw(NamedTuple):
     """How inputs are drawn. resampled: floating-point ones from the call's own, for what takes no others. shrinks:
     other dimensions as long as the sequence are the probe's length, too. recurs: many tokens are one, as words recur,
-    and more alike than an expert with a capacity takes; else as many differ as can."""
+    and more alike than an expert with a capacity takes; else as many differ as can. number: of other tokens."""
 
     resampled: bool = False
     shrinks: bool = False
     recurs: bool = True
+    number: int = 0
 
 
 def drawn_inputs(
@@ -91,7 +92,7 @@ def drawn_inputs(
 ) -> tuple[Any, dict[str, Any]]:
     """Inputs and side inputs of `count` tokens. counted: [rows, tokens], what is no padding. sequences: the lengths of
     those that are packed into a row, in the place of one."""
-    generator = torch.Generator().manual_seed(11 + count)
+    generator = torch.Generator().manual_seed(11 + count + 1_000 * draw.number)
     rows = min(call.rows, ROWS)
     masked = counted if counted is not None else torch.ones(rows, count, dtype=torch.bool)
     names = {id(value): name for name, value in call.by_name().items()}
