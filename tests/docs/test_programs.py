@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ import torch
 from torch import nn
 
 import zbkern
+from tests.support.chunks import one_rank
 from tests.support.programs import block, blocks
+from tests.support.schedules import schedule_of
 from tests.support.simulated_streams import Device
-from zbkern.pipeline import Costs, Pipeline, ProfileOptions, StepOptions, plan, profile
+from zbkern.pipeline import Costs, Pipeline, ProfileOptions, StepOptions, plan, profile, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -138,12 +141,62 @@ def test_layers_and_megatrons_layouts() -> None:
     assert names["layout"] == "Et*7|(t*7|)*2t*7L"
 
 
-def test_a_collective_of_ones_own_lets_w_run() -> None:
-    """With the collective's wait as its last act; the queue is told to run one W in every collective."""
-    waited: list[str] = []
-    work = SimpleNamespace(wait=lambda: waited.append("wait"), is_completed=lambda: True)
-    given = SimpleNamespace(all_to_all_single=lambda received, tokens, async_op: received.copy_(tokens) is None or work)
-    names: dict[str, Any] = {"torch": torch, "dist": given, "zbkern": zbkern}
+def test_a_collective_of_ones_own_lets_passes_and_w_go_on() -> None:
+    """Whatever library has it: here one that notes what happens, in F and in B of a pipeline."""
+    events: list[str] = []
+    work = SimpleNamespace(wait=lambda: events.append("wait"), is_completed=lambda: True)
+
+    def all_to_all_single(received: torch.Tensor, tokens: torch.Tensor, async_op: bool) -> Any:
+        events.append("start")
+        received.copy_(tokens)
+        return work
+
+    names: dict[str, Any] = {
+        "torch": torch,
+        "dist": SimpleNamespace(all_to_all_single=all_to_all_single),
+        "zbkern": zbkern,
+    }
     exec(block(DOCS / "overlap.md", "zbkern.in_flight(work.wait"), names)
-    assert names["exchanged"](torch.ones(2)).tolist() == [1, 1]
-    assert waited == ["wait"]
+
+    class Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return names["exchanged"](x)
+
+        @staticmethod
+        def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+            return names["exchanged"](dy)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = zbkern.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Exchange.apply(self.linear(x))
+
+    torch.manual_seed(0)
+    model, (x, y) = nn.Sequential(Layer(), Layer()), torch.randn(2, 3, 4)
+    for microbatch in zip(x, y, strict=True):
+        (nn.functional.mse_loss(model(microbatch[0]), microbatch[1]) / 3).backward()
+    expected = [p.grad for p in model.parameters()]
+    pairs = schedules.dualpipe_v(1, 3)
+    row = " ".join(f"0F{n} 1F{n} 1B{n} 0B{n} 1W{n} 0W{n}" for n in range(3))
+    late_w = schedule_of(row, microbatches=3, placement=(0, 0))
+    for schedule, wgrads, seen in (
+        (replace(pairs, beside=()), 0, "start wait start wait start wait"),
+        (pairs, 0, "start start wait wait start start"),
+        (late_w, 1, "start W wait"),
+    ):
+        model.zero_grad()
+        events.clear()
+        with one_rank([*model], schedule) as pipe:
+            pipe.queue.wgrads_per_collective = wgrads
+            pipe.queue.listeners.append(lambda tasks: events.append("W"))
+            pipe.step(x, y)
+        happened = " ".join(events)
+        assert seen in happened
+        assert ("start start" in happened) == (schedule is pairs)
+        assert happened.count("start") == happened.count("wait") == 12
+        for found, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(found.grad, wanted)

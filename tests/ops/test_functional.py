@@ -210,7 +210,7 @@ def test_every_op_is_drawn() -> None:
     assert {name for name in Z.__all__ if name.islower()} == op_cases.OPS.keys()
 
 
-@pytest.mark.parametrize("number", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [40, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", op_cases.OPS)
 def test_values_and_gradients_are_torchs(op: str, number: int) -> None:
     rng = random.Random(seed(1 if number > 40 else 0))

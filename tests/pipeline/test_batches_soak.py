@@ -1,4 +1,4 @@
-"""Hundreds of batches, each with a plan of its own: what a process holds of the system stays what it was."""
+"""Many batches, each with a plan of its own: what a process holds of the system stays what it was."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc"),
 ]
 
-STEPS, WARM_UP, SEQUENCES, LONGEST = 160, 60, 6, 60
+STEPS, WARM_UP, SEQUENCES, LONGEST = 90, 40, 6, 60
 
 
 class Held(NamedTuple):

@@ -115,7 +115,7 @@ def test_w_waits_and_gradients_are_those_of_one_process(two_ranks: Any, kind: st
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["columns", "vocabulary"])  # the cuts of the others are in these
 def test_on_four_ranks(four_ranks: Any, kind: str) -> None:
     for found in four_ranks.run(layers_rank, kind, "converted first"):
         assert max(found["far"].values()) < 1e-10, found
@@ -123,7 +123,7 @@ def test_on_four_ranks(four_ranks: Any, kind: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["rows", "columns", "sequence"])
+@pytest.mark.parametrize("kind", ["columns", "sequence"])  # "rows" is these blocks and that embedding
 def test_compiled(two_ranks: Any, kind: str) -> None:
     for found in two_ranks.run(layers_rank, kind, "converted first", True):
         assert all("norm" in name or "embedding" in name for name in found["at_once"])

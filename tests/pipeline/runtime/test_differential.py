@@ -665,7 +665,7 @@ def test_random_pipelines_train_as_plain_torch(part: int) -> None:
 
 @pytest.mark.slow
 def test_more_random_pipelines() -> None:
-    check_all(seed(3), 40)
+    check_all(seed(3), 20)
 
 
 def check_all(chosen: int, count: int) -> None:

@@ -17,7 +17,7 @@ from zbkern.pipeline import Pipeline, ProfileOptions, StepOptions, profile, sche
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
-WIDTH, TOKENS, LAYERS, MICROBATCHES = 128, 512, 8, 4
+WIDTH, TOKENS, LAYERS, MICROBATCHES = 128, 512, 4, 4
 
 
 class Layer(nn.Module):

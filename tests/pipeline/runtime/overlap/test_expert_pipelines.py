@@ -167,8 +167,8 @@ def test_random_expert_parallel_pipelines_equal_one_process(four_ranks: Any) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "count"), [(2, 12), (4, 12), (6, 4), (8, 4)])
-def test_more_of_two_to_eight_ranks(size: int, count: int) -> None:
+@pytest.mark.parametrize(("size", "count"), [(2, 6), (6, 2), (8, 2)])
+def test_those_of_two_six_and_eight_ranks(size: int, count: int) -> None:
     ranks = Ranks(size)
     try:
         check(ranks, seed(size), count)

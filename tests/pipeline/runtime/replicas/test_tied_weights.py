@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -169,6 +169,8 @@ def test_a_holder_that_fails_while_the_other_waits_for_its_gradient() -> None:
 
 @pytest.mark.slow
 def test_a_holder_that_hangs_is_named_though_it_is_no_neighbour() -> None:
+    named = threading.Event()
+
     def steps(transport: LocalTransport) -> None:
         rank, layer, left = transport.rank, zbkern.convert(nn.Linear(WIDTH, WIDTH, bias=False)), [8]
         tied = {"weight": layer.weight} if rank in (0, 3) else None
@@ -176,13 +178,16 @@ def test_a_holder_that_hangs_is_named_though_it_is_no_neighbour() -> None:
         def hang(_: Any) -> None:
             left[0] -= 1
             if rank == 3 and not left[0]:  # in the last W of the second step: its own messages have left
-                time.sleep(5)
+                named.wait(5)
 
         layer.weight.register_post_accumulate_grad_hook(hang)
         schedule, loss_fn = schedules.zb_h1(4, 4), nn.functional.mse_loss
         with Pipeline(layer, schedule, loss_fn, transport, tied=tied, timeout=2) as pipe:
-            for _ in range(3):
-                pipe.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+            try:
+                for _ in range(3):
+                    pipe.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
+            finally:
+                named.set()
 
     (message,) = {str(error) for error in on_threads(4, steps)}
     assert message.startswith("rank 3, action 3W"), message
