@@ -5,16 +5,13 @@ One process compiles a kernel in one or two seconds, and half of the programs he
 
 from __future__ import annotations
 
-import functools
-import importlib
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any
 
-from build_tools.kernels.jobs import CompileJob, compile_job, jobs, kernel_modules
+from build_tools.kernels.jobs import CompileJob, compile_job, jobs, name_kernels
 
 FOUND = 0.3
 """Seconds that a kernel in the cache takes at most."""
@@ -32,7 +29,7 @@ class Compilers:
     def compile(self, runs: Iterable[Callable[[], object]], work: Callable[[CompileJob], object] | None = None) -> int:
         """Compiles the kernels that the runs would launch, and waits; returns how many variants are new.
 
-        work: what a process does with each, `compile_named` when not given.
+        work: what a process does with each, `compile_job` when not given.
 
         Our kernels do not run meanwhile, but everything else that the runs do happens. What goes wrong is left for the
         run itself to say; it is in `problems`, too.
@@ -53,14 +50,14 @@ class Compilers:
         begin = time.perf_counter()
         if work is None and self._pool is None:
             try:
-                done.set_result(compile_named(job))
+                done.set_result(compile_job(job))
             except Exception as error:
                 done.set_exception(error)
             if time.perf_counter() - begin < FOUND:
                 return done
         if self._pool is None:
             self._pool = ProcessPoolExecutor(self.processes, mp_context=multiprocessing.get_context("spawn"))
-        return done if done.done() else self._pool.submit(work or compile_named, job)
+        return done if done.done() else self._pool.submit(work or compile_job, job)
 
     def close(self) -> None:
         """Ends the processes; the next `compile` would start new ones."""
@@ -73,22 +70,3 @@ class Compilers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def compile_named(job: CompileJob) -> Any:
-    """Compiles one under the name that other processes look it up by."""
-    name_kernels()
-    return compile_job(job)
-
-
-@functools.cache
-def name_kernels() -> None:
-    """Asks Triton for the key of every kernel's source, in one order in every process: it depends on which kernels were
-    asked for before (3.6: a function that calls one that is being asked for takes a placeholder for it), and what one
-    process has compiled another would not find."""
-    from zbkern.kernels.triton.common import Kernel
-
-    for module in sorted(kernel_modules()):
-        for _, value in sorted(vars(importlib.import_module(module)).items()):
-            if isinstance(value, Kernel):
-                _ = value.function.cache_key

@@ -110,10 +110,8 @@ def rehearse(capability: int) -> int:
     it. Returns 1 where there are any."""
     import torch
 
-    from bench import ahead
     from tests.emulator.gpu import gpu
 
-    ahead.name_kernels()
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     before = {*cache.glob("*/*.cubin"), *cache.glob("*/*.so")}
     with gpu(capability, runs=False), mock.patch.object(torch, "mm"):
@@ -128,11 +126,11 @@ def compile_with_launcher(job: Any) -> None:
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import build
 
-    from bench import ahead
+    from build_tools.kernels.jobs import compile_job
     from tests.emulator import library
 
     library.load()
-    compiled = ahead.compile_named(job)
+    compiled = compile_job(job)
     for format_of_programs in ("ELF", ""):
         with mock.patch.object(platform, "architecture", return_value=("64bit", format_of_programs)):
             if hasattr(build.platform_key, "cache_clear"):

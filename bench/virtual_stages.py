@@ -28,7 +28,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import zbkern
-from bench import ahead, partitions, ranks, report
+from bench import partitions, ranks, report
+from build_tools.kernels.jobs import name_kernels
 from zbkern.pipeline import Costs, Pipeline, Schedule, draw, plan, schedules, simulate
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.simulation import step_costs
@@ -247,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32") != "32":
         print("CUDA_DEVICE_MAX_CONNECTIONS is not 32: streams may share a queue, and wait for each other")
-    ahead.name_kernels()
+    name_kernels()
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     model = [Block(options.width).to(device, torch.bfloat16) for _ in range(2 * STAGES)]

@@ -30,8 +30,10 @@ class CompileJob:
         return getattr(importlib.import_module(module), name).function
 
     def source(self) -> Any:
+        """Under the name that other processes look it up by."""
         from triton.compiler import ASTSource
 
+        name_kernels()
         return ASTSource(self.function(), self.signature, self.constants, self.attributes)
 
 
@@ -109,6 +111,19 @@ def _backend_and_binder(kernel: Any, target: Any) -> tuple[Any, Callable]:
 @functools.cache
 def _name_of(kernel: Any) -> str:
     return next(name for name, value in vars(sys.modules[kernel.function.module]).items() if value is kernel)
+
+
+@functools.cache
+def name_kernels() -> None:
+    """Asks Triton for the key of every kernel's source, in one order in every process: it depends on which kernels were
+    asked for before (3.6: a function that calls one that is being asked for takes a placeholder for it), and what one
+    process has compiled another would not find."""
+    from zbkern.kernels.triton.common import Kernel
+
+    for module in sorted(kernel_modules()):
+        for _, value in sorted(vars(importlib.import_module(module)).items()):
+            if isinstance(value, Kernel):
+                _ = value.function.cache_key
 
 
 def kernel_modules() -> list[str]:

@@ -67,7 +67,7 @@ def gpu(capability: int, seed: int = 0, runs: bool = True, processors: int | Non
     import triton
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from build_tools.kernels import launches
+    from build_tools.kernels import jobs, launches
     from zbkern.kernels import dispatch
     from zbkern.kernels.triton import kernels
 
@@ -76,6 +76,7 @@ def gpu(capability: int, seed: int = 0, runs: bool = True, processors: int | Non
     def resolve(op: str, impl: str, device: Any = None, dtype: Any = None) -> ModuleType:
         return kernels if impl == "triton" else real(op, impl, device, dtype)
 
+    jobs.name_kernels()
     library.load().emu_options(seed, capability, runs)
     if _target != [(capability, runs)]:
         forget()

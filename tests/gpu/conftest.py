@@ -15,9 +15,9 @@ from zbkern.kernels import dispatch
 def kernels_have_the_names_that_others_compiled_them_under() -> None:
     """Of bench.gpu_prepare, or of another process: else each would be compiled again."""
     if needs.why_no_gpu() is None:
-        from bench import ahead
+        from build_tools.kernels.jobs import name_kernels
 
-        ahead.name_kernels()
+        name_kernels()
 
 
 @pytest.fixture(scope="session")
