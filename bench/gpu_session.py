@@ -82,7 +82,8 @@ def plan(work: Path, prepared: Path | None = None, rehearsed: bool = False) -> l
     over = ["-m", "tests.emulator.gpu", "90"] if rehearsed else ["-m"]
     where = ["--device", "cpu", "--tiny"] if rehearsed else []
     few = ["--tiny", "--ranks", "2"] if rehearsed else []
-    several = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--seconds", "{seconds}", "-n", str(os.cpu_count() or 1)]
+    processes = "0" if rehearsed else str(os.cpu_count() or 1)
+    several = ["-m", "pytest", "-v", "-p", "no:cacheprovider", "--seconds", "{seconds}", "-n", processes]
 
     def program(name: str, command: Sequence[str], share: float, place: str = "") -> Job:
         job = Job(name, [*command], share, place)

@@ -231,15 +231,16 @@ FEW = {
         ("(torch.bfloat16, torch.float16, torch.float32)", "(torch.bfloat16,)"),
         (
             'for name, case in every_launch.cases(kernels, every_launch.Random(dtype, "cpu")).items():',
-            "for name, case in [*every_launch.cases(kernels, every_launch.Random(dtype, 'cpu')).items()][::8]:",
+            "for name, case in [*every_launch.cases(kernels, every_launch.Random(dtype, 'cpu')).items()][::12]:",
         ),
     ),
-    "w_sweep.py": (("\n}\n\n\nclass Shape", "\n}\nDESIGNS = dict([*DESIGNS.items()][::5])\n\n\nclass Shape"),),
-    "virtual_stages.py": (("(1, 2, 3, 4, 8), (False, True)", "(1, 8), (False, True)"),),
+    "w_sweep.py": (("\n}\n\n\nclass Shape", "\n}\nDESIGNS = dict([*DESIGNS.items()][::6])\n\n\nclass Shape"),),
+    "virtual_stages.py": (("(1, 2, 3, 4, 8), (False, True)", "(1,), (False, True)"),),
+    "ahead.py": (("FOUND = 0.3", "FOUND = 300.0"),),  # so few kernels are compiled sooner than a process starts
 }
 """Less of what other tests have all of: in test_w_sweep.py, test_gpu.py and the emulator's tests."""
 
-KEPT = (*gpu_rows.HEADLINE, *gpu_rows.DECIDING, "host time of a W", "residual + norm")
+KEPT = (*gpu_rows.HEADLINE, gpu_rows.DECIDING[1], "host time of a W", "rotary, halves")
 FEW_ROWS = f"""
 ROWS = tuple(row for row in ROWS if any(part in row.name for part in {KEPT}))
 """
