@@ -31,6 +31,13 @@ class Ended(BaseException):
     """Unwinds a thread of a run that is over, or of a rank that was killed."""
 
 
+def _held_lock() -> threading.Lock:
+    """That another thread releases. A Semaphore is a Condition, in Python."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Task:
     """A thread. rank: whose it is. dead: killed or frozen, and never run again."""
 
@@ -38,7 +45,7 @@ class Task:
         self.scheduler, self.rank, self.name, self.function = scheduler, rank, name, function
         self.dead = self.over = False
         self.joined: list[Task] = []  # who waits for its end
-        self.baton = threading.Semaphore(0)
+        self.baton = _held_lock()
         self.wakes = 0  # how often it has waited: an alarm of an earlier wait is no longer meant
         self.local = SimpleNamespace()  # what a thread keeps for itself, such as its stream
         self.handle: Any = None  # what threading.current_thread() gives
@@ -70,7 +77,7 @@ class Scheduler:
         self._runnable: list[Task] = []
         self._tasks: list[Task] = []
         self._current: Task | None = None
-        self._idle = threading.Semaphore(0)  # of who called run
+        self._idle = _held_lock()  # of who called run
         self._waited_for: set[Task] = set()  # `run` ends when these are over, or dead
 
     @property

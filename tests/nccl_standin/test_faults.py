@@ -28,12 +28,11 @@ PLACES = {
 }
 
 
-def cases() -> Iterator[Fault]:
-    for kind, places in PLACES.items():
-        for place in places:
-            for size in (2, 3, 5):
-                for victim in {0, size // 2, size - 1}:
-                    yield Fault(kind, place, size, victim)
+def cases(kind: str) -> Iterator[Fault]:
+    """The first, a middle and the last of five ranks, whose others are near and far; and one of two."""
+    for number, place in enumerate(PLACES[kind]):
+        for size, victim in ((2, number % 2), (5, 0), (5, 2), (5, 4)):
+            yield Fault(kind, place, size, victim)
 
 
 def check(fault: Fault, seed: int) -> None:
@@ -81,11 +80,10 @@ def test_others_end_in_time_with_one_name(fault: Fault) -> None:
 @pytest.mark.parametrize("kind", [*PLACES])
 def test_everywhere_others_end_in_time_with_one_name(kind: str) -> None:
     rng = random.Random(seed_of(0))
-    for fault in cases():
-        if fault.kind == kind:
-            seed = rng.randrange(10**6)
-            print(fault, seed)
-            check(fault, seed)
+    for fault in cases(kind):
+        seed = rng.randrange(10**6)
+        print(fault, seed)
+        check(fault, seed)
 
 
 @pytest.mark.parametrize(("seconds", "goes_on"), [(1.0, True), (30.0, False)])

@@ -81,23 +81,24 @@ def test_a_pipeline_trains_as_one_process_does(name: str, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "seeds"), [(2, 1), (3, 1), (4, 1)])
 @pytest.mark.parametrize("part", range(3))
-def test_everything_trains_as_one_process_does(size: int, seeds: int, part: int) -> None:
-    rng = random.Random(seed_of(size))
-    for number, (name, case) in enumerate(cases(size)):
-        if number % 3 == part:
-            for _ in range(seeds):
-                seed, queues = rng.randrange(10**6), rng.choice(QUEUES)
-                print(name, size, seed, queues)
-                check(case, seed, queues)
+def test_everything_trains_as_one_process_does(part: int) -> None:
+    """With two, three or four ranks; another seed has others."""
+    first = seed_of(part)
+    rng = random.Random(first)
+    everything = [[*cases(size)] for size in (2, 3, 4)]
+    for number in range(part, len(everything[0]), 3):
+        name, case = everything[(number // 3 + first) % 3][number]
+        seed, queues = rng.randrange(10**6), rng.choice(QUEUES)
+        print(name, case.schedules[0].ranks, seed, queues)
+        check(case, seed, queues)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [5, 8])
 def test_many_ranks_train_as_one_process_does(size: int) -> None:
     rng = random.Random(seed_of(size))
-    for name, case in rng.sample([*cases(size)], 6):
+    for name, case in rng.sample([*cases(size)], 4):
         seed, queues = rng.randrange(10**6), rng.choice(QUEUES)
         print(name, size, seed, queues)
         check(case, seed, queues)

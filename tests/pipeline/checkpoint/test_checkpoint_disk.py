@@ -124,9 +124,7 @@ def first_of_each_kind(done: list[str]) -> list[int]:
     ("step", "code", "every"),
     [
         (3, errno.EIO, False),
-        pytest.param(2, errno.EIO, False, marks=pytest.mark.slow),
         pytest.param(3, None, False, marks=pytest.mark.slow),
-        pytest.param(2, None, False, marks=pytest.mark.slow),
         pytest.param(3, errno.ENOSPC, True, marks=pytest.mark.slow),
         pytest.param(2, errno.EIO, True, marks=pytest.mark.slow),
         pytest.param(2, None, True, marks=pytest.mark.slow),

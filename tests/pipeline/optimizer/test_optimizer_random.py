@@ -150,13 +150,13 @@ ANYTHING = {
 INVERTED = {**ANYTHING, "kinds": patterns(KINDS[:6]), "name": st.sampled_from(INVERTIBLE)}
 
 
-@pytest.mark.parametrize("count", [25, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [25, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_snapshot_is_exact(count: int) -> None:
     check = given(**ANYTHING)(lambda **drawn: equal_to_a_step_that_waits(undo="snapshot", **drawn))
     settings(max_examples=count, deadline=None)(check)()
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(30, marks=pytest.mark.slow)])
 def test_an_inverse_is_close(count: int) -> None:
     check = given(**INVERTED)(lambda **drawn: equal_to_a_step_that_waits(undo="inverse", **drawn))
     settings(max_examples=count, deadline=None)(check)()
