@@ -83,7 +83,9 @@ def run_with(fault: Fault, seed: int, queues: int = 32) -> tuple[Run, list[Told 
         try:
             pipe = Pipeline([chunk], schedule, nn.functional.mse_loss, transport, timeout=TIMEOUT)
         except (PipelineError, ArithmeticError) as error:
-            return Told(str(error), run.scheduler.now - since, False, None)
+            told = Told(str(error), run.scheduler.now - since, False, None)
+            transport.close()  # as a Pipeline does with one of its own
+            return told
         optimizer = Optimizer(torch.optim.SGD(chunk.parameters(), lr=0.1), pipe)
         loss, done = None, 0
         try:
