@@ -50,10 +50,10 @@ def test_two_programs_of_an_sm_compute_w(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DESIGNS)
-def test_every_design_computes_w(name: str, kind: str, seed: int) -> None:
+def test_every_design_computes_w(name: str, kind: str) -> None:
+    seed = [*DESIGNS].index(name) % 3
     with gpu(90, seed), chosen(DESIGNS[name]):
         check(kind, seed)
     assert not library.findings()

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.configurations import H100, of_layers, path_of, setting_of
 from zbkern.pipeline import Schedule, layers_of, plan
+from zbkern.planning.command import layouts
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.model_costs import Job, Setting
@@ -64,8 +65,8 @@ def test_a_model_is_planned_and_compared(run_plan: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_software_decides_about_tensor_parallelism(run_plan: Run) -> None:
-    layout = [*LLAMA, "--tensor-parallel", "8", *QUICK]
+def test_the_software_decides_about_tensor_parallelism(run_plan: Run, small: list[str]) -> None:
+    layout = [*small, "--tensor-parallel", "8", *QUICK]
     texts = [" ".join(run_plan(*layout, *more).split()) for more in ([], ["--software", "megatron"])]
     ours, theirs = (float(re.search(r"step (\d[\d.]*) s", text)[1]) for text in texts)
     assert ours > 1.1 * theirs
@@ -203,8 +204,11 @@ def test_the_table_of_hardware_says_how_fast_copies_to_the_host_are(run_plan: Ru
 
 
 @pytest.mark.parametrize("with_options", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_measured_step_is_what_it_took(with_options: bool, run_plan: Run, small: list[str], tmp_path: Path) -> None:
+def test_a_measured_step_is_what_it_took(
+    with_options: bool, run_plan: Run, small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """1F1B then takes as long as it was measured to take, with the same options or with those in the file."""
+    monkeypatch.setattr(layouts, "_PLANNED", 1)
     log = tmp_path / "log.json"
     options = [*small, "--tensor-parallel", "2", *QUICK, "--calibrate", log]
     measured: dict[str, object] = {"seconds": 1.0}
@@ -259,18 +263,18 @@ def test_what_cannot_calibrate_is_refused(text: str | None, message: str, run_pl
 @pytest.mark.slow
 def test_half_blocks_fill_what_whole_ones_leave_idle(run_plan: Run, tmp_path: Path) -> None:
     """The answer without them says what they would give; the partition is one that cut takes."""
-    eight = [*LLAMA[:2], "--stages", "8", "--microbatches", "8", *QUICK]
-    whole = run_plan(*eight)
+    four = ["--config", of_layers(16, tmp_path), "--stages", "4", "--microbatches", "4", *QUICK]
+    whole = run_plan(*four)
     (gain,) = re.findall(r"--halves: cost ([\d.]+) ms, [\d.]+% less", whole)
     out = tmp_path / "plan.csv"
-    text = run_plan(*eight, "--halves", "--out", out)
+    text = run_plan(*four, "--halves", "--out", out)
     assert "--halves" not in text
     cost, before = (float(re.search(r"^cost +([\d.]+) ms", each, re.MULTILINE)[1]) for each in (text, whole))
     assert cost == float(gain) < before
     partition = json.loads(re.search(r"partition=(\[[^\]]*\])", text)[1])
     assert any(first % 1 for first in partition)
     sizes = numbers(re.search(r"^cut +([\d. ]+) layers by chunk", text, re.MULTILINE)[1])
-    assert sum(sizes) == 34  # embedding, blocks, and norm with head
+    assert sum(sizes) == 18  # embedding, blocks, and norm with head
     assert out.read_text().startswith(f"# partition: {' '.join(map(str, partition))}\n")
     assert "argument --halves: " in run_plan("--stages", "2", "--microbatches", "4", "--halves", status=2)
 

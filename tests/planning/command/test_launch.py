@@ -76,10 +76,9 @@ def losses(program: Path) -> list[float]:
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo")
 def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    layouts = {"plain": (two_ranks, {}), "tensor": (four_ranks, {"tensor_parallel": 2})}
-    layouts["replicas"] = four_ranks, {"data_parallel": 2}
     finer = {"halves": True, "chunks": 3}  # with one chunk whole blocks are as even
-    layouts |= {f"halves, {name}": (ranks, {**sizes, **finer}) for name, (ranks, sizes) in layouts.items()}
+    layouts = {"plain": (two_ranks, {}), "replicas": (four_ranks, {"data_parallel": 2})}
+    layouts["tensor, halves"] = four_ranks, {"tensor_parallel": 2, **finer}
     found = {}
     for name, (ranks, sizes) in layouts.items():
         (tmp_path / name).mkdir()
@@ -90,10 +89,8 @@ def test_the_program_trains_as_planned(two_ranks: Any, four_ranks: Any, tmp_path
         (found[name],) = [each for each in shown if each]  # one rank tells: of the last stage of the first pipeline
     assert found["plain"][0] == pytest.approx(4.6, abs=0.1)  # ln 96
     assert found["plain"][1] < found["plain"][0]
-    assert found["tensor"] == pytest.approx(found["plain"], abs=2e-3)  # bf16
+    assert found["tensor, halves"] == pytest.approx(found["plain"], abs=2e-3)  # bf16
     assert found["replicas"][0] == pytest.approx(found["plain"][0], abs=2e-3)  # then from other gradients
-    for name in ("plain", "tensor", "replicas"):
-        assert found[f"halves, {name}"] == pytest.approx(found[name], abs=2e-3)
 
 
 @pytest.mark.slow
@@ -141,27 +138,16 @@ def test_replicas_of_a_model_in_bfloat16_share_masters_in_float32(
     assert two_ranks.run(dtypes, program) == [{torch.bfloat16 if replicas == 1 else torch.float32}] * 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["--gpus", "16", "--batch", "64"], marks=pytest.mark.slow),
-        ["--stages", "2", "--data-parallel", "8", "--microbatches", "8"],
-    ],
-)
-def test_the_program_says_how_it_is_started(options: list[str], run_plan: Any, tmp_path: Path) -> None:
+def test_the_program_says_how_it_is_started(run_plan: Any, tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    more = ["--sequence", "2048", "--effort", "0", "--out", path]
-    assert f"wrote {path}" in run_plan("--config", path_of("llama-3-8b"), *options, *more)
+    options = ["--stages", "2", "--data-parallel", "8", "--microbatches", "8", "--sequence", "2048", "--effort", "0"]
+    assert f"wrote {path}" in run_plan("--config", path_of("llama-3-8b"), *options, "--out", path)
     text = path.read_text()
     compile(text, str(path), "exec")
     assert "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train.py" in text
     stages, replicas, tensor = mesh_of(text).values()
     rows, sequence = map(int, re.search(r"ROWS, SEQUENCE = (\d+), (\d+)", text).groups())
     assert (replicas * stages * tensor, sequence) == (16, 2048)
-    if stages == 1:  # sharded
-        assert not path.with_suffix(".schedule.csv").exists()
-        assert replicas * rows * int(re.search(r"MICROBATCHES = (\d+)", text)[1]) == 64
-        return
     schedule = Schedule.from_csv(path.with_suffix(".schedule.csv").read_text())
     assert (schedule.ranks, replicas * rows * schedule.microbatches) == (2, 64)
     assert len(json.loads(re.search(r"PARTITION = (.*)", text)[1])) == len(schedule.placement)

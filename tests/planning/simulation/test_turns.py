@@ -78,13 +78,10 @@ def test_the_engine_runs_plans_in_the_time_simulated(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "least"), [(0.14, 0.88), (0.25, 0.85), (0.40, 0.72)])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 16), (8, 32)])
-def test_plans_in_little_memory_are_near_compute_alone(
-    ranks: int, microbatches: int, share: float, least: float
-) -> None:
+def test_plans_in_little_memory_are_near_compute_alone(share: float, least: float) -> None:
     costs = costs_of(share, 1.0)
-    best = plan(costs, ranks, microbatches, 2, "v", 1.25 * ranks, effort=0)
-    assert 3 * microbatches / best.timeline.cost >= least
+    best = plan(costs, 4, 16, 2, "v", 1.25 * 4, effort=0)
+    assert 3 * 16 / best.timeline.cost >= least
     assert as_counted(best.schedule, costs) == as_simulated(best.schedule, costs)
 
 
@@ -133,18 +130,17 @@ def _times(row: Sequence[Event]) -> dict[Action, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.14, 0.25, 0.40])
-@pytest.mark.parametrize("way", ["DualPipe-V", "plan"])
+@pytest.mark.parametrize(("way", "share"), [("DualPipe-V", 0.25), ("plan", 0.14), ("plan", 0.40)])
 def test_ranks_that_sleep_take_as_long_as_simulated(way: str, share: float) -> None:
-    costs, pairs = costs_of(share, UNIT), schedules.dualpipe_v(4, 16)
-    schedule = plan(costs, 4, 16, 2, "v", effort=0).schedule if way == "plan" else pairs
+    costs, pairs = costs_of(share, UNIT), schedules.dualpipe_v(4, 8)
+    schedule = plan(costs, 4, 8, 2, "v", effort=0).schedule if way == "plan" else pairs
     expected = simulate(schedule, costs)
-    for _ in range(3):  # a busy machine stalls some of the ranks' threads
+    for _ in range(5):  # a busy machine stalls some of the ranks' threads
         found = measured(schedule, costs)
-        if found.makespan == pytest.approx(expected.makespan, rel=0.05):
+        ratios = found.makespan / expected.makespan, pass_ratio(found, expected)
+        if ratios == pytest.approx((1, 1), rel=0.05):
             break
-    assert pass_ratio(found, expected) == pytest.approx(1, rel=0.05)
-    assert found.makespan == pytest.approx(expected.makespan, rel=0.05)
+    assert ratios == pytest.approx((1, 1), rel=0.05)
 
 
 def pass_ratio(found: Timeline, expected: Timeline) -> float:
