@@ -391,12 +391,12 @@ def test_the_commands_run_as_they_stand(
     page: Path, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After what the page writes into files with echo, in a folder with the configuration of a model; except
-    the effort, and for layers and the sequences of a step, whose layouts take a minute."""
+    the effort, and for the numbers of layers, GPUs and sequences of a step, whose layouts take a minute."""
     monkeypatch.chdir(tmp_path)
     config = json.loads((ROOT / "bench" / "configurations" / "llama-3-70b.json").read_text())
-    Path("config.json").write_text(json.dumps(config | {"num_hidden_layers": 24}))
+    Path("config.json").write_text(json.dumps(config | {"num_hidden_layers": 16}))
     for text, path in re.findall(r"^echo '(.*?)' > (\S+)", page.read_text(encoding="utf-8"), re.MULTILINE):
         Path(path).write_text(text)
-    command = shlex.split(line.replace("--batch 512", "--batch 64"), comments=True)[1:]
+    command = shlex.split(line.replace("--gpus 64 --batch 512", "--gpus 16 --batch 64"), comments=True)[1:]
     assert __main__.main([*command, *(["--effort", "0"] if command[0] == "plan" else [])]) == 0
     assert ("memory" if command[0] == "plan" else "launcher") in capsys.readouterr().out

@@ -111,15 +111,6 @@ def write_for_trl(folder: Path) -> list[dict[str, str]]:
     return pairs
 
 
-def test_the_program_trains_like_trls_dpo_trainer(two_ranks: Any, tmp_path: Path) -> None:
-    trainer = trl_trainer(tmp_path, write_for_trl(tmp_path), "model")
-    trainer.train()
-    expected = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    (losses,) = [found for found in two_ranks.run(train, str(tmp_path)) if found]
-    assert len(losses) == 3
-    assert losses == pytest.approx(expected, rel=1e-5)
-
-
 def gradients(folder: str) -> Any:
     """The loss of a step of 8 pairs, whose reference is another model, and this rank's gradients."""
     dpo, tokenizer = example("dpo"), transformers.AutoTokenizer.from_pretrained(f"{folder}/model")
@@ -139,8 +130,17 @@ def gradients(folder: str) -> Any:
     return None if loss is None else loss.item(), {name: grad for name, grad in found.items() if grad is not None}
 
 
-def test_loss_and_gradients_are_those_of_trls_dpo_trainer(two_ranks: Any, tmp_path: Path) -> None:
-    trainer = trl_trainer(tmp_path, write_for_trl(tmp_path), "reference")
+def test_the_program_trains_like_trls_dpo_trainer(two_ranks: Any, tmp_path: Path) -> None:
+    """Then loss and gradients where the reference is another model."""
+    pairs = write_for_trl(tmp_path)
+    trainer = trl_trainer(tmp_path, pairs, "model")
+    trainer.train()
+    expected = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    (losses,) = [found for found in two_ranks.run(train, str(tmp_path)) if found]
+    assert len(losses) == 3
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+    trainer = trl_trainer(tmp_path, pairs, "reference")
     batch = trainer.data_collator([*trainer.train_dataset][:8])
     loss = trainer.compute_loss(trainer.model, batch)
     loss.backward()

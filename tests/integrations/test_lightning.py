@@ -78,7 +78,7 @@ def test_trainer(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> No
     file.write_text(GIVEN.replace("{own}", own) + program + TOLD)
     path = os.pathsep.join([str(ROOT), package, os.environ.get("PYTHONPATH", "")])
     told: list[float] = []
-    for epochs, stages in (2, 2), (3, 4):
+    for epochs, stages in (2, 1), (3, 2):  # each rank imports it
         command = [sys.executable, str(file), str(tmp_path / "run"), str(epochs), str(stages)]
         ran = subprocess.run(
             command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=240

@@ -227,11 +227,8 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "sizes", "options"), CASES.values(), ids=CASES)
-def test_a_schedule_gives_megatrons_gradients(
-    fresh_ranks: Any, package: str, name: str, sizes: dict[str, int], options: dict[str, Any]
-) -> None:
-    fresh_ranks.run(step_by_schedule, package, name, sizes, options, timeout=240)
+def test_a_schedule_gives_megatrons_gradients(fresh_ranks: Any, package: str) -> None:
+    fresh_ranks.run_each(step_by_schedule, {name: (package, *case) for name, case in CASES.items()}, timeout=240)
 
 
 def step_eagerly(folder: str) -> int:
@@ -253,11 +250,6 @@ def step_eagerly(folder: str) -> int:
         return len(samples)
 
 
-def test_w_run_as_fill_and_options_say(fresh_ranks: Any, package: str) -> None:
-    actions = 3 * MICROBATCHES
-    assert min(fresh_ranks.run(step_eagerly, package, timeout=240)) > actions  # a W in several parts
-
-
 def every_weight_waits(folder: str, options: dict[str, Any]) -> None:
     with megatron(folder, tensor_model_parallel_size=2):
         from zbkern.integrations.megatron import convert
@@ -273,11 +265,6 @@ def every_weight_waits(folder: str, options: dict[str, Any]) -> None:
         assert all(p.main_grad.any() for p in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"tied": True}, {"sequence_parallel": True}], ids=str)
-def test_every_weight_waits(fresh_ranks: Any, package: str, options: dict[str, Any]) -> None:
-    fresh_ranks.run(every_weight_waits, package, options, timeout=240)
-
-
 def layers_of_transformer_engine(folder: str) -> tuple[int, bool]:
     with megatron(folder, pipeline_model_parallel_size=2):
         from zbkern.integrations.megatron import convert
@@ -289,10 +276,6 @@ def layers_of_transformer_engine(folder: str) -> tuple[int, bool]:
         waiting = queue.pending()
         queue.run()
         return waiting, layer.weight.grad is not None
-
-
-def test_layers_of_transformer_engine_wait(fresh_ranks: Any, package: str) -> None:
-    assert fresh_ranks.run(layers_of_transformer_engine, package) == [(1, True)] * 2
 
 
 def refusals(folder: str) -> None:
@@ -307,5 +290,10 @@ def refusals(folder: str) -> None:
             ForwardBackward(schedules.zb_v(stages=2, microbatches=4))
 
 
-def test_placements_and_shards_that_do_not_fit_are_refused(fresh_ranks: Any, package: str) -> None:
-    fresh_ranks.run(refusals, package)
+def test_what_waits_and_what_is_refused(fresh_ranks: Any, package: str) -> None:
+    cases = {str(options): (package, options) for options in ({}, {"tied": True}, {"sequence_parallel": True})}
+    fresh_ranks.run_each(every_weight_waits, cases, timeout=240)
+    actions = 3 * MICROBATCHES
+    assert min(fresh_ranks.run(step_eagerly, package, timeout=240)) > actions  # a W in several parts
+    assert fresh_ranks.run(layers_of_transformer_engine, package) == [(1, True)] * 2
+    fresh_ranks.run(refusals, package)  # of placements and shards that do not fit

@@ -167,29 +167,28 @@ def step(folder: str, name: str, schedule: str, tensor: int, data: int, checkpoi
     return sum(stage.queue.peak_bytes for stage in pipeline._stages)
 
 
-SCHEDULES = ["ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV"]
+V = "ZBVZeroBubble"
+# model, schedule, ranks of a stage, replicas, whether layers are checkpointed, and compiled
+ALONE: dict[str, tuple[Any, ...]] = {
+    "a V": ("llama3", V, 1, 1, False, False),
+    "interleaved": ("llama3", "InterleavedZeroBubble", 1, 1, False, False),
+    "experts beside each other": ("qwen3_moe", "DualPipeV", 1, 1, False, False),
+    # compiled experts are torch's own _grouped_mm, which traces bf16 alone: these models are float32 here
+    "checkpointed and compiled": ("llama3", V, 1, 1, True, True),
+    "checkpointed": ("deepseek_v3", V, 1, 1, True, False),
+}
+SIDE_BY_SIDE: dict[str, tuple[Any, ...]] = {
+    "tensor-parallel": ("qwen3", V, 2, 1, False, False),  # torch's own stages are wrong there with experts
+    "dense under FSDP2": ("llama3", V, 1, 2, False, False),
+    "experts under FSDP2": ("qwen3_moe", V, 1, 2, False, False),
+    "latent attention under FSDP2": ("deepseek_v3", V, 1, 2, False, False),
+}
 
 
-@pytest.mark.parametrize(  # other models: under FSDP2, below
-    ("name", "schedule"), [*(("llama3", schedule) for schedule in SCHEDULES), ("qwen3_moe", "DualPipeV")]
-)
-def test_models_and_schedules(fresh_ranks: Any, package: str, name: str, schedule: str) -> None:
-    assert min(fresh_ranks.run(step, package, name, schedule, 1, 1, False, False)) > 0
-
-
-# compiled experts are torch's own _grouped_mm, which traces bf16 alone: these models are float32 here
-@pytest.mark.parametrize(
-    ("name", "compiled"), [("llama3", False), ("llama3", True), ("qwen3_moe", False), ("deepseek_v3", False)]
-)
-def test_selective_checkpointing(fresh_ranks: Any, package: str, name: str, compiled: bool) -> None:
-    assert min(fresh_ranks.run(step, package, name, "ZBVZeroBubble", 1, 1, True, compiled, timeout=400)) > 0
-
-
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])  # of mixtures of experts torch's own stages are wrong there, too
-def test_tensor_parallel_stages(four_ranks: Any, package: str, name: str) -> None:
-    assert min(four_ranks.run(step, package, name, "ZBVZeroBubble", 2, 1, False, False)) > 0
-
-
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_moe", "deepseek_v3"])
-def test_stages_under_fsdp2(four_ranks: Any, package: str, name: str) -> None:
-    assert min(four_ranks.run(step, package, name, "ZBVZeroBubble", 1, 2, False, False)) > 0
+@pytest.mark.parametrize("cases", [ALONE, SIDE_BY_SIDE], ids=["two ranks", "four ranks"])
+def test_steps_are_those_of_the_whole_model(
+    request: pytest.FixtureRequest, package: str, cases: dict[str, tuple[Any, ...]]
+) -> None:
+    ranks = request.getfixturevalue("fresh_ranks" if cases is ALONE else "four_ranks")
+    found = ranks.run_each(step, {name: (package, *case) for name, case in cases.items()}, timeout=400)
+    assert all(min(waiting) > 0 for waiting in found.values()), found

@@ -65,6 +65,23 @@ class Ranks:
             raise AssertionError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
         return [values[rank] for rank in range(self._size)]
 
+    def run_each(
+        self, function: Callable[..., Any], cases: dict[str, tuple[Any, ...]], timeout: float = 120
+    ) -> dict[str, list[Any]]:
+        """`run` with the arguments of each case, by its name: where imports of ranks take longer than their cases.
+
+        Raises AssertionError with the names of all that failed, after the last one.
+        """
+        values, failed = {}, []
+        for name, arguments in cases.items():
+            try:
+                values[name] = self.run(function, *arguments, timeout=timeout)
+            except AssertionError as error:
+                failed.append(f"case {name!r}:\n{error}")
+        if failed:
+            raise AssertionError("\n".join(failed))
+        return values
+
     def close(self) -> None:
         self._send(None)
         for process in self._processes:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from tests.support.checkpointed import build, train
 from tests.support.ranks import PRELOAD
+from tests.support.restarts import restarted
 from zbkern.pipeline import checkpoint
 
 
@@ -84,38 +84,14 @@ def run_whole(folder: Path, steps: int) -> None:
     assert codes == [0, 0]
 
 
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """torchrun's agent installs handlers and leaves them."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    kept = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 @pytest.mark.dist
-def test_torchrun_restarts_after_a_kill(signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `torchrun --max-restarts 1` does: one rank dies by kill -9, all start again and load the checkpoint."""
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # torch's agent keeps one store over restarts, where ranks then find the addresses of those that have ended
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+def test_torchrun_restarts_after_a_kill(tmp_path: Path) -> None:
+    """One rank dies by kill -9, all start again and load the checkpoint."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     whole.mkdir()
     parts.mkdir()
     run_whole(whole, 8)
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=2,
-        max_restarts=1,
-        monitor_interval=0.1,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        start_method="forkserver",
-    )
-    attempts = elastic_launch(config, run_elastic)(parts, 8, 3, (0, 5))
+    attempts = restarted(run_elastic, parts, 8, 3, (0, 5))
     assert attempts == {0: 1, 1: 1}, "nothing was started again"
     found = logged(parts)
     assert set(found) == set(logged(whole))

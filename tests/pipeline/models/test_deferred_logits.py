@@ -171,7 +171,7 @@ def test_autocast_is_that_of_the_forward() -> None:
     ("each", "reshard", "policy"),
     [
         *((False, True, False), (True, True, True)),
-        *(pytest.param(*each, False, marks=pytest.mark.slow) for each in ((True, False), (True, True), (False, False))),
+        *(pytest.param(*each, False, marks=pytest.mark.slow) for each in ((True, False), (False, False))),
     ],
 )
 def test_fsdp(two_ranks: Any, each: bool, reshard: bool, policy: bool) -> None:

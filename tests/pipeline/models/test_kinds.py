@@ -121,9 +121,12 @@ def random_cut(rng: random.Random, kind: str) -> tuple[Schedule, list[float] | N
     return schedule, [0, *sorted(rng.sample(starts, len(schedule.placement) - 1))]
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in ALIKE else kind for kind in KINDS]
+    ("kind", "number"),
+    [
+        *((kind, 0) for kind in KINDS if kind not in ALIKE),
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in KINDS),
+    ],
 )
 def test_every_kind(kind: str, number: int, tmp_path: Path) -> None:
     check(kind, *random_cut(random.Random(f"{seed(0)} {number} {kind}"), kind), tmp_path)
