@@ -683,6 +683,38 @@ class Twice(Brought):
         self.blocks[2] = self.blocks[0]
 
 
+class OtherNames(Brought):
+    """The blocks and the embedding have other names, too, some of them before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks, self.tokens = self.blocks, self.embed
+        del self.blocks
+        self.stack, self.first, self.blocks = nn.Sequential(*blocks), blocks[0], blocks
+        self.last = self.stack[3:]
+
+
+class TiedBeside(Brought):
+    """Its scores are made by what stands beside the layers, with the weight of the embedding and that of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.mixed = nn.Linear(8, 11), nn.Linear(8, 8)
+        self.scores.weight, self.mixed.weight = self.embed.weight, self.blocks[1].linear.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for number in range(4):
+            x = self.block(number, x)
+        return self.scores(self.mixed(x))
+
+
+class SharedBeside(TiedBeside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = self.blocks[1].linear
+
+
 class Padded(Brought):
     """torch's encoder makes nested tensors in evaluation."""
 
@@ -719,7 +751,9 @@ REFUSED = {
     Scales: r"use 'scales', which stands beside the layers and is in the chunk of 'head' alone",
     TokensBehind: r"uses its argument 'tokens' outside of its first layer.*side=\{'tokens': tensor\}",
     Left: r"uses 'loss' of 'blocks.0', which another chunk holds: .*zbkern.pipeline.add_loss",
-    Twice: r"blocks.0 and blocks.2 are one module",
+    Twice: r"'blocks.0' and 'blocks.2' are one module",
+    SharedBeside: r"'blocks.1.linear' and 'mixed' are one module, and the second .* in the chunk of 'blocks.3': cut so "
+    r"that .* has both, or make them two.* such as model.mixed.weight = model.blocks.1.linear.weight",
     Padded: r"layer 'blocks.layers.0' must get plain tensors.* enable_nested_tensor=False",
 }
 
@@ -739,19 +773,30 @@ def trained(make: type[Brought]) -> None:
     expected.backward()
     padded = isinstance(model, Padded)
     layers = {"embed": "embedding", "blocks.layers.*" if padded else "blocks.*": "block", "head": "head"}
+    if isinstance(model, TiedBeside):
+        del model.head, twin.head, layers["head"]
     batch = (None, given, {"tokens": given}) if padded else (given, given)
 
     def of_rank(transport: LocalTransport) -> Any:
         chunk = cut(copy.deepcopy(model), schedules.zb_h1(2, 2), layers=layers, rank=transport.rank)[0]
         with Pipeline(zbkern.convert(chunk), schedules.zb_h1(2, 2), loss_fn, transport, timeout=30) as pipe:
             losses = pipe.step(*batch), pipe.evaluate(*batch)
-        return losses, {name: p.grad for name, p in chunk.named_parameters()}
+        return losses, {name: p.grad for name, p in chunk.named_parameters(remove_duplicate=False)}
 
     (_, first), (losses, second) = results_on_threads(2, of_rank)
     for loss in losses:
         torch.testing.assert_close(loss, expected.detach())
-    for name, parameter in twin.named_parameters():
-        torch.testing.assert_close({**first, **second}[name], parameter.grad, msg=name)
+    assert first.keys() | second.keys() == {name for name, _ in twin.named_parameters(remove_duplicate=False)}
+    for name, parameter in twin.named_parameters(remove_duplicate=False):
+        for found in (first, second):
+            torch.testing.assert_close(found.get(name, parameter.grad), parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("layers", [None, ["0", "2"], ["*"]])
+def test_one_module_as_two_layers_is_refused(layers: Any) -> None:
+    layer = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"layers_of: '0' and '2' are one module, and each layer is called once: make"):
+        cut(nn.Sequential(layer, nn.Tanh(), layer), schedules.zb_h1(2, 2), layers=layers, rank=0)
 
 
 @pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
@@ -760,6 +805,9 @@ def test_what_a_chunk_cannot_do_is_refused(make: type[Brought]) -> None:
         trained(make)
 
 
-@pytest.mark.parametrize("make", [Frozen, HookInside, OwnOutput, PaddedPlainly], ids=lambda make: make.__name__)
+NEAR = [Frozen, HookInside, OwnOutput, PaddedPlainly, OtherNames, TiedBeside]
+
+
+@pytest.mark.parametrize("make", NEAR, ids=lambda make: make.__name__)
 def test_what_is_near_to_that_trains_as_in_one_process(make: type[Brought]) -> None:
     trained(make)

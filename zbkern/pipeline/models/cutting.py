@@ -22,6 +22,7 @@ from zbkern.pipeline.models.layers import (
     check_encoder,
     halves_of_layer,
     layers_of,
+    owners_of,
     shared_parameters,
 )
 from zbkern.pipeline.models.residual import WholeBlock
@@ -217,7 +218,8 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float, used: M
             for part in halves.parts[absent]:
                 name, module = f"{names[int(bound)]}.{part}", block.get_submodule(part)
                 memo[id(module)] = Zeros(module, name, flow, halves.outputs[part])
-    owners = _owners(model, names)
+    owners = owners_of(model, names)
+    _check_apart(model, names, owners, range(first, last), start, end)
     elsewhere: dict[str, str] = {}
     for name, owner in owners.items():
         if not start <= owner < end:
@@ -241,23 +243,24 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float, used: M
     return Chunk(whole, flow, names, start, end, shared, elsewhere, cut_blocks, tied_elsewhere, sent)
 
 
-def _owners(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
-    """{module outside of the layers: number of the layer that it belongs to}, of those that have tensors of their own.
-
-    That is the first to run of the layers defined later. What is added to embeddings is defined after them, and before
-    the blocks. Tensors are parameters and saved buffers.
-    """
-    numbers = {name: index for index, name in enumerate(names)}
-    owners: dict[str, int] = {}
-    first = len(names) - 1
-    for name, module in reversed([*model.named_modules(remove_duplicate=False)]):
-        if name in numbers:
-            first = min(first, numbers[name])
-        elif not any(name.startswith(f"{layer}.") for layer in names):
-            own = [parameter for parameter in module._parameters.values() if parameter is not None]
-            if own or set(module._buffers) - module._non_persistent_buffers_set:
-                owners[name] = first
-    return owners
+def _check_apart(
+    model: nn.Module, names: Sequence[str], owners: Mapping[str, int], mine: Sequence[int], start: float, end: float
+) -> None:
+    """Raises ValueError where a module of a layer also stands beside the layers, and one of these is in another chunk:
+    a placeholder would take the place of both."""
+    inside = {
+        module: (f"{name}.{part}", index)
+        for index, name in enumerate(names)
+        for part, module in model.get_submodule(name).named_modules()
+    }
+    for name, owner in owners.items():
+        part, index = inside.get(model.get_submodule(name), ("", 0))
+        if part and (index in mine) != (start <= owner < end):
+            raise ValueError(
+                f"cut: {part!r} and {name!r} are one module, and the second stands beside the layers, in the chunk of "
+                f"{names[owner]!r}: cut so that this chunk has both, or make them two modules, which may share "
+                f"parameters, such as model.{name}.weight = model.{part}.weight"
+            )
 
 
 def _drop_own(module: nn.Module, prefix: str) -> list[str]:

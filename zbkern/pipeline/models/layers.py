@@ -57,7 +57,7 @@ def layers_of(
         raise TypeError(f"layers_of: layers must be a list of names of modules, or {{name: kind}}; got {layers!r}")
     named = _layers_of_the_library(model) if layers is None else _named_layers(model, layers)
     modules = {name: model.get_submodule(name) for name in named}
-    ties = shared_parameters(model, modules)
+    ties = shared_parameters(model, [*modules])
     found = []
     for name, kind in named.items():
         tied = next(iter(ties.get(name, ())), None)
@@ -133,18 +133,44 @@ def _classes_for(config: Any) -> list[Any]:
     return [kind.from_config for kind in kinds]
 
 
-def shared_parameters(model: nn.Module, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """{module: {first name in the model: name in the module}} of the parameters that several of these modules have."""
+def shared_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, dict[str, str]]:
+    """{layer: {first name in the model: name in the layer}} of the parameters that several of these layers have, each
+    with what stands beside the layers and belongs to it."""
     labels = {id(parameter): name for name, parameter in model.named_parameters()}
-    holders: dict[int, dict[str, str]] = {}  # by parameter: the module, and the parameter's name in the model
-    for module in names:
-        for key, parameter in model.get_submodule(module).named_parameters(prefix=module, remove_duplicate=False):
-            holders.setdefault(id(parameter), {}).setdefault(module, key)
+    holders: dict[int, dict[str, str]] = {}  # by parameter: the layer, and the parameter's name in the model
+    for layer in names:
+        for key, parameter in model.get_submodule(layer).named_parameters(prefix=layer, remove_duplicate=False):
+            holders.setdefault(id(parameter), {}).setdefault(layer, key)
+    for module, owner in owners_of(model, names).items():
+        for key, parameter in model.get_submodule(module).named_parameters(prefix=module, recurse=False):
+            holders.setdefault(id(parameter), {}).setdefault(names[owner], key)
     ties: dict[str, dict[str, str]] = {}
     for number, held in holders.items():
         for module, key in held.items() if len(held) > 1 else ():
             ties.setdefault(module, {})[labels[number]] = key
     return ties
+
+
+def owners_of(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """{module outside of the layers: number of the layer that it belongs to}, of those that have tensors of their own.
+
+    That is the first to run of the layers defined later. What is added to embeddings is defined after them, and before
+    the blocks. Tensors are parameters and saved buffers. Another name of a layer is no module outside.
+    """
+    numbers = {name: index for index, name in enumerate(names)}
+    layers = {model.get_submodule(name) for name in names}
+    every = [*model.named_modules(remove_duplicate=False)]
+    inside = tuple(f"{name}." for name, module in every if module in layers)
+    owners: dict[str, int] = {}
+    first = len(names) - 1
+    for name, module in reversed(every):
+        if name in numbers:
+            first = min(first, numbers[name])
+        elif not f"{name}.".startswith(inside):
+            own = [parameter for parameter in module._parameters.values() if parameter is not None]
+            if own or set(module._buffers) - module._non_persistent_buffers_set:
+                owners[name] = first
+    return owners
 
 
 def is_transformer(model: nn.Module) -> bool:
@@ -155,14 +181,16 @@ def is_transformer(model: nn.Module) -> bool:
 def _named_layers(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -> dict[str, str]:
     kinds = dict(layers) if isinstance(layers, Mapping) else dict.fromkeys(layers, "block")
     found: dict[str, str] = {}
-    known = dict(model.named_modules())
+    known = dict(model.named_modules(remove_duplicate=False))
     for name, kind in kinds.items():
         if kind not in KINDS:
             raise ValueError(f"layers_of: the kind of layer {name!r} must be one of {list(KINDS)}; got {kind!r}")
         parent, children = str(name).removesuffix(".*").removesuffix("*"), [name]
         if str(name).endswith("*") and parent in known:
             children = _children(model, parent)
-            _check_once(model, parent)
+            _check_once(
+                {f"{parent}.{key}".lstrip("."): part for key, part in model.get_submodule(parent)._modules.items()}
+            )
         missing = [child for child in children if child not in known]
         if missing or not children:
             some = [child for child, _ in model.named_children()]
@@ -172,17 +200,18 @@ def _named_layers(model: nn.Module, layers: Sequence[str] | Mapping[str, str]) -
     if inside or not found:
         what = f"{inside[0][1]!r} inside of {inside[0][0]!r}" if inside else "none"
         raise ValueError(f"layers_of: layers must be modules beside each other, at least one; got {what}")
+    _check_once({name: known[name] for name in found})
     return found
 
 
-def _check_once(model: nn.Module, parent: str) -> None:
-    """Raises ValueError where a container has one module twice."""
+def _check_once(modules: Mapping[str, nn.Module | None]) -> None:
+    """Raises ValueError where one module has two of these names."""
     firsts: dict[nn.Module, str] = {}
-    for name, module in model.get_submodule(parent)._modules.items():
+    for name, module in modules.items():
         if module is not None and firsts.setdefault(module, name) != name:
             raise ValueError(
-                f"layers_of: {parent}.{firsts[module]} and {parent}.{name} are one module, and each layer is called "
-                "once: make them two modules, which may share parameters"
+                f"layers_of: {firsts[module]!r} and {name!r} are one module, and each layer is called once: make them "
+                "two modules, which may share parameters"
             )
 
 
@@ -198,6 +227,7 @@ def _layers_of_the_library(model: nn.Module) -> dict[str, str]:
     an encoder first."""
     if not is_transformer(model):
         if isinstance(model, nn.Sequential):
+            _check_once(model._modules)
             return {name: "block" for name, _ in model.named_children()}
         raise ValueError(f"layers_of: {type(model).__name__} is no model of the transformers library; {_remedy(model)}")
     has_router_loss(model)

@@ -133,9 +133,11 @@ def _drawn(
 
 
 def _first_holder(model: nn.Module, layers: Sequence[str], parameter: Tensor) -> tuple[str, str]:
-    """The first of some layers that has a parameter, and the parameter's name in it."""
+    """The first of some layers that has a parameter, else the first module, and the parameter's name in it."""
     named = ((layer, *pair) for layer in layers for pair in model.get_submodule(layer).named_parameters())
-    return next((layer, name) for layer, name, each in named if each is parameter)
+    beside = (("", *pair) for pair in model.named_parameters())
+    home, name = next((layer, name) for layer, name, each in (*named, *beside) if each is parameter)
+    return (home, name) if home else name.rpartition(".")[::2]
 
 
 def _with_memory(module: nn.Module, device: torch.device) -> nn.Module:
