@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from zbkern.planning.costs.chunks import Costs
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
@@ -56,13 +57,17 @@ def fit(
         return plain
     flat = flat_costs(costs, schedule)
     best: Timeline | None = None
+    simulated: dict[tuple[Any, ...], Timeline] = {}  # half of the placings are as one before
     for preference in _preferences(offload, recompute, flat.has_network, fully_shard):
         timeline = plain
         for _ in range(_ROUNDS):
             found = _place(schedule, flat, limits, timeline, preference)
             if found is None:
                 break
-            timeline = simulate(found, costs)
+            key = found.actions, found.beside
+            if key not in simulated:
+                simulated[key] = simulate(found, costs)
+            timeline = simulated[key]
             if _fits(timeline, limits) and (
                 best is None or getattr(timeline, objective) < getattr(best, objective) * (1 - _ROUNDING)
             ):

@@ -343,9 +343,14 @@ def _saving(request: PlanRequest, limits: Sequence[float], plans: Sequence[Plan]
             schedule = make(len(limits), plan.schedule.microbatches, slices=plan.schedule.slices)
             orders += [(plan, timeline) for timeline in variants(schedule, plan.costs)]
     best: Plan | None = None
+    fitted_before: list[tuple[Schedule, Costs]] = []
     for plan, timeline in sorted(orders, key=lambda order: getattr(order[1], objective)):
         if best is not None and getattr(timeline, objective) >= best._reached:
             break
+        order = replace(timeline.schedule, name=""), plan.costs
+        if order in fitted_before:
+            continue
+        fitted_before.append(order)
         try:
             fitted = fit(
                 timeline.schedule,
