@@ -109,7 +109,7 @@ def ddp_steps(kind: str, mode: str, options: dict[str, Any]) -> None:
     ("kind", "mode"),
     [
         *itertools.product(["plain", "reused"], ["one key", "no_sync", "not deferred"]),
-        *(pytest.param(kind, "compiled", marks=pytest.mark.slow) for kind in ("plain", "reused")),
+        pytest.param("reused", "compiled", marks=pytest.mark.slow),
     ],
 )
 def test_ddp(two_ranks: Any, kind: str, mode: str) -> None:

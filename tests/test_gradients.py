@@ -154,7 +154,7 @@ def train(training: Training, rng: random.Random) -> None:
         testing.assert_close(ours, theirs, "what a hook has seen", tolerance)
 
 
-@pytest.mark.parametrize("number", [100, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [100, pytest.param(150, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_an_untouched_model(number: int) -> None:
     rng = random.Random(seed(1 if number > 100 else 0))
     for trial in range(number):

@@ -89,7 +89,7 @@ CHECKS: dict[str, Callable[[ModuleType, random.Random], None]] = {
     ("name", "first", "count"),
     [
         *(pytest.param(name, 0, 1, id=name) for name in CHECKS),
-        *(pytest.param(name, 1, 15, id=f"{name}, many", marks=pytest.mark.slow) for name in CHECKS),
+        *(pytest.param(name, 1, 8, id=f"{name}, many", marks=pytest.mark.slow) for name in CHECKS),
     ],
 )
 def test_shapes_that_are_drawn(name: str, first: int, count: int) -> None:

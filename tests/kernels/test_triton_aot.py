@@ -1,4 +1,4 @@
-"""What calls of the Triton kernels launch, compiled for five GPUs that need not be here."""
+"""What calls of the Triton kernels launch, compiled for GPUs that need not be here."""
 
 from __future__ import annotations
 
@@ -48,13 +48,12 @@ def test_each_chip_has_its_own_tiles_also_after_another() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", triton_aot.CAPABILITIES)
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_no_kernel_of_large_layers_has_a_fault(capability: int) -> None:
     """No spills, shared and tensor memory within the chip's limits, its own instructions for products, and bulk copies
-    where they are promised; on sm_90 no product waited for one by one. There all of the report, else the tightest, each
-    compiled once, in this process."""
-    wanted = launches.runs if capability == triton_aot.SCANNED else launches.tightest
-    found = list(triton_aot.reports(launches.jobs(capability, wanted), jobs=1))
+    where they are promised; on sm_90 no product waited for one by one. The tightest, compiled in this process; the code
+    for sm_89 is that for sm_80, with casts to 8 bits as for sm_90."""
+    found = list(triton_aot.reports(launches.jobs(capability, launches.tightest), jobs=1))
     faults = {report.name: report.faults() for report in found if report.faults()}
     assert not faults
     assert all(0 < report.registers <= 255 for report in found)
