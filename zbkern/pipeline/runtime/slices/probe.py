@@ -38,8 +38,7 @@ from zbkern.pipeline.transport.tensors import tensors_in
 
 _TOKENS = 19  # of a probe: slices of prime lengths, which divide few other sizes
 MOST_TOKENS = 64  # of its longer sequence: on a CPU as long as a few, for reading weights is what takes time
-# Drawn again for fewer, which may hide by chance what they choose by each other.
-_DRAWS = 4
+_DRAWS = 4  # more, where one may hide by chance what tokens are chosen by
 _DDP = nn.parallel.DistributedDataParallel
 _LARGEST = 512  # tokens of a slice, for what takes no others than those of the call
 _Cases = Callable[[Comparison], Iterator[tuple[str, Case]]]  # to be compared by this, each with what it is called
@@ -295,8 +294,10 @@ def _cases_of_slices(
 
 
 def _more_draws(lengths: _Lengths, comparison: Comparison) -> range:
-    """Numbers of draws that are compared as the data chooses, forwards alone."""
-    return range(1, 1 + _DRAWS if comparison.chooses and sum(lengths.uneven) < _TOKENS else 1)
+    """Numbers of draws that are compared as the data chooses, forwards alone: where numbers are compared, whose order
+    tokens may have by each other, and where few tokens are chosen from."""
+    hides = comparison.compares or (comparison.chooses and sum(lengths.uneven) < _TOKENS)
+    return range(1, 1 + _DRAWS if hides else 1)
 
 
 def _cases_of_lengths(
