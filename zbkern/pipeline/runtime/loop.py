@@ -29,6 +29,7 @@ from zbkern.schedules.dependencies import producer
 from zbkern.schedules.program import Program, fused, offloads_or_recomputes, peak_units, program_of
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.warmup import speculative_forwards
+from zbkern.wgrad.accumulation import has_hooks
 
 
 class Loop:
@@ -57,6 +58,7 @@ class Loop:
         self.results: list[Any] = []  # of the last chunk: losses, or, numbered, what `forward` returns
         self._replicas, self._options = replicas, options
         self._passes = Passes(recorder.device)
+        self._hooked: dict[int, frozenset[int]] = {}  # in a step: weights of a chunk with hooks, by identity
         self._fill, self._timeout = fill, timeout
         self._ledger: Ledger | None = None
         self._batch: Sequence[UnitArguments] = ()
@@ -105,6 +107,7 @@ class Loop:
         """Before the first action of a step or evaluation, or of a forward that returns what the last chunk does."""
         self._batch, self.step, self._returns_outputs = batch, step, returns_outputs
         self.results, self._parts, self.in_flight = [], [], 0
+        self._hooked.clear()
         for stage in self.stages.values():
             stage.begin(returns_outputs)
 
@@ -146,13 +149,28 @@ class Loop:
     # ---- handlers; those of R, O and L are the ledger's
 
     def _beside(self, beside: Beside) -> None:
-        """Passes that take turns, once all inputs have arrived: a pass that waited for one would hold up the others."""
+        """Passes that take turns, once all inputs have arrived: a pass that waited for one would hold up the others.
+        They run one after the other where a gradient that hooks of one have in flight is another's to add to."""
         handlers = {"F": self._run_forward, "B": self._run_backward, "BW": self._run_backward, "W": self._run_weight}
         handlers["R"] = self._run_again
         ready = [
             partial(self._take_part, action, handlers[action.kind], self._input(action)) for action in beside.passes
         ]
-        self._passes.run(ready, [index for index, action in enumerate(beside.passes) if action.kind == "F"])
+        if self._share_hooks([action.chunk for action in beside.passes if action.kind in ("B", "BW", "W")]):
+            for each in ready:
+                each()
+        else:
+            self._passes.run(ready, [index for index, action in enumerate(beside.passes) if action.kind == "F"])
+
+    def _share_hooks(self, chunks: Sequence[int]) -> bool:
+        """Whether backwards or W of these chunks add to one weight that has hooks."""
+        if len(chunks) < 2:
+            return False
+        for chunk in {*chunks} - self._hooked.keys():
+            parameters = self.stages[chunk].module.parameters()
+            self._hooked[chunk] = frozenset(id(parameter) for parameter in parameters if has_hooks(parameter))
+        weights = [weight for chunk in chunks for weight in self._hooked[chunk]]
+        return len({*weights}) < len(weights)
 
     def _take_part(self, action: Action, handler: Callable[[Action, Any], None], inputs: Any) -> None:
         """A pass beside others, in a thread of its own."""

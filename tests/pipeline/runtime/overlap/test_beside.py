@@ -6,6 +6,7 @@ import copy
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -235,3 +236,103 @@ def test_collectives_cover_no_w_whose_tensors_are_offloaded() -> None:
     sum(mse(module(x), x) / 2 for x in xs).backward()
     for mine, parameter in zip(found, module.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+class InTurns(nn.Module):
+    """A layer that another chunk has, too, whose backward gives way as often as it is told behind its weight's."""
+
+    def __init__(self, layer: nn.Module, turns: int) -> None:
+        super().__init__()
+        self.layer, self.turns = layer, turns
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(_GivesWay.apply(x * 1.0, self.turns))
+
+
+class _GivesWay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: int) -> Tensor:
+        ctx.turns = turns
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        for _ in range(ctx.turns):
+            zbkern.in_flight()
+        return gradient, None
+
+
+def copied(gradient: Tensor) -> Callable[[], Any]:
+    """What a collective of equal ranks does: the mean of what was sent comes in its place, once it is waited for."""
+    sent = gradient.clone()
+    return lambda: gradient.copy_(sent)
+
+
+def reduced(gradient: Tensor) -> Callable[[], Any]:
+    work = torch.distributed.all_reduce(gradient, async_op=True)
+    return lambda: (work.wait(), gradient.div_(torch.distributed.get_world_size()))
+
+
+def averaged_in_every_backward(
+    row: str, waits_in_hook: bool, start: Callable[[Tensor], Callable[[], Any]], rank: int = 0
+) -> list[list[Tensor]]:
+    """Gradients of a layer of two chunks, which a hook averages in place: without groups, and with this row's. What has
+    been started is waited for in the hook, or when a backward ends."""
+    torch.manual_seed(0)
+    layer, started = zbkern.nn.Linear(WIDTH, WIDTH, dtype=torch.float64), []
+
+    def average(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        wait = start(parameter.grad)
+        if waits_in_hook:
+            zbkern.in_flight()
+            wait()
+            return
+        if not started:
+            torch.autograd.Variable._execution_engine.queue_callback(wait_for_all)  # type: ignore[attr-defined]
+        started.append(wait)
+
+    def wait_for_all() -> None:
+        while started:
+            started.pop()()
+
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+    plain = schedule_of(row.replace("+", " "), microbatches=2, placement=(0, 0))
+    first = row[: row.index("+")].count(" ")
+    found = []
+    for beside in [()], [[(first, first + 2)]]:
+        schedule = Schedule.build(plain.actions, plain.placement, 2, beside=beside)
+        layer.zero_grad()
+        with one_rank([InTurns(layer, 2), InTurns(layer, 1)], schedule, lambda y, _: y.square().sum()) as pipe:
+            torch.manual_seed(rank)
+            pipe.step([torch.randn(1, WIDTH, dtype=torch.float64) for _ in range(2)], [torch.zeros(1)] * 2)
+        found.append([parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None])
+    return found
+
+
+BACKWARDS = ["0F0 1F0 1BW0 0F1 1F1 0BW0+1BW1 0BW1", "0F0 1F0 1BW0 0F1 1F1 1BW1+0BW0 0BW1"]
+WEIGHTS = ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1 1W0 1W1 0W0+0W1", "0F0 1F0 1B0 0F1 1F1 1W0+1B1 0B0 0B1 0W0 0W1 1W1"]
+
+
+@pytest.mark.parametrize("waits_in_hook", [False, True])
+@pytest.mark.parametrize("row", [*BACKWARDS, *WEIGHTS])
+def test_no_other_pass_adds_to_a_gradient_that_a_hook_has_in_flight(row: str, waits_in_hook: bool) -> None:
+    one, other = averaged_in_every_backward(row, waits_in_hook, copied)
+    assert all(map(torch.equal, one, other))
+
+
+def averaged_by_gloo(row: str, waits_in_hook: bool) -> list[list[Tensor]]:
+    import torch.distributed as dist
+
+    return averaged_in_every_backward(row, waits_in_hook, reduced, dist.get_rank())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("waits_in_hook", [False, True])
+def test_an_all_reduce_in_flight_is_of_one_pass(waits_in_hook: bool, two_ranks: Any) -> None:
+    for row in (BACKWARDS[1], WEIGHTS[0]):
+        (one, other), (first, second) = two_ranks.run(averaged_by_gloo, row, waits_in_hook)
+        assert all(map(torch.equal, one, other))
+        assert all(map(torch.equal, one, first))
+        assert all(map(torch.equal, one, second))

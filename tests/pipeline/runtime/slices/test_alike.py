@@ -125,6 +125,29 @@ def test_few_tokens_hide_nothing_by_their_order(seed: int, side: dict[str, Tenso
         pipe.step([x], [x], [side] if side else None)
 
 
+class Upper(nn.Module):
+    """Takes the tokens of the highest scores, which are the same for many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.score = nn.Embedding(13, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        y = self.embed(x)
+        scores = (9 * self.score(y)).softmax(-1)[..., 0]
+        return y * (scores >= scores.kthvalue(-(-x.shape[1] * 7 // 10), 1, keepdim=True).values)[..., None]
+
+
+def test_many_tokens_hide_nothing_by_what_they_are_compared_with() -> None:
+    torch.manual_seed(7)
+    module, x = Upper().double(), torch.randint(13, (1, 31))
+    with (
+        one_rank(module, schedules.gpipe(1, 1, slices=2), lambda y, _: y.square().sum()) as pipe,
+        pytest.raises(PipelineError, match="cannot take its sequences in slices"),
+    ):
+        pipe.step([x], [x])
+
+
 class Topmost(nn.Module):
     """An expert of each token. crowds: it raises where the first expert gets them all."""
 
