@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zbkern
-from tests.support.chunks import results_on_threads
+from tests.support.chunks import needed, results_on_threads, run_pipelines
 from tests.support.small_models import batch, make, transformers
 from zbkern.pipeline import (
     LayerCosts,
@@ -638,6 +638,23 @@ class BackwardHook(Brought):
         self.blocks[1].register_full_backward_hook(lambda module, inner, outer: (inner[0] / 2,))
 
 
+class OldHook(Brought):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_backward_hook(lambda module, inner, outer: None)
+
+
+class HookBefore(Brought):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_full_backward_pre_hook(lambda module, outer: (outer[0] * 3,))
+
+
+class CheckpointedHook(BackwardHook):
+    def block(self, number: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[number], x, use_reentrant=False)
+
+
 class HookInside(Brought):
     def __init__(self) -> None:
         super().__init__()
@@ -747,7 +764,7 @@ class OwnOutput(Brought):
 
 REFUSED = {
     Reentrant: r"layer 'blocks.1' is called where gradients are off.* set use_reentrant=False",
-    BackwardHook: r"layer 'blocks.1', whose output goes to another chunk, must have no backward hook",
+    OldHook: r"layer 'blocks.1', whose output goes to another chunk, .* none but those of register_full_backward_hook",
     Scales: r"use 'scales', which stands beside the layers and is in the chunk of 'head' alone",
     TokensBehind: r"uses its argument 'tokens' outside of its first layer.*side=\{'tokens': tensor\}",
     Left: r"uses 'loss' of 'blocks.0', which another chunk holds: .*zbkern.pipeline.add_loss",
@@ -805,7 +822,51 @@ def test_what_a_chunk_cannot_do_is_refused(make: type[Brought]) -> None:
         trained(make)
 
 
-NEAR = [Frozen, HookInside, OwnOutput, PaddedPlainly, OtherNames, TiedBeside]
+HOOKED = [BackwardHook, HookBefore, CheckpointedHook, HookInside]
+NEAR = [Frozen, *HOOKED, OwnOutput, PaddedPlainly, OtherNames, TiedBeside]
+
+
+@pytest.mark.parametrize("first", range(1, 6))
+def test_backward_hooks_of_every_layer_see_what_they_see_in_one_process(first: int) -> None:
+    """Also of the last layer of a chunk, and of the embedding, whose input has no gradient."""
+    torch.manual_seed(0)
+    model, tokens = Brought().double(), torch.randint(1, 11, (4, 6))
+    layers = ["embed", "blocks.*", "head"]
+
+    def seen(modules: Sequence[nn.Module]) -> list[dict[str, list[Any]]]:
+        calls: list[dict[str, list[Any]]] = []
+        for module in modules:
+            calls.append({})
+            for name, part in module.named_modules():
+                if name in (*layers, *(f"blocks.{number}" for number in range(4))):
+                    own = calls[-1].setdefault(name, [])
+                    part.register_full_backward_hook(lambda _, inner, outer, own=own: own.append((inner, outer)))
+                    part.register_full_backward_pre_hook(lambda _, outer, own=own: own.append(outer))
+        return calls
+
+    def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+    schedule, twin = schedules.zb_h1(2, 2), copy.deepcopy(model)
+    (expected,) = seen([twin])
+    for part in tokens.chunk(2):
+        (loss_fn(twin(part), part) / 2).backward()
+    modules = [cut(copy.deepcopy(model), schedule, [0, first], layers=layers, rank=rank)[0] for rank in range(2)]
+    found = seen([chunk.whole for chunk in modules])
+    run_pipelines(schedule, modules, lambda pipe: pipe.step(*needed(pipe, tokens, tokens)), loss_fn)
+    assert [bool(each) for each in expected.values()] == [True] * 6
+    for name, calls in expected.items():
+        torch.testing.assert_close(found[[*expected].index(name) >= first][name], calls, msg=name)
+
+
+def test_a_backward_hook_of_a_compiled_layer_whose_output_is_sent_is_refused() -> None:
+    (chunk,) = cut(BackwardHook(), schedules.zb_h1(2, 2), [0, 4], layers=["embed", "blocks.*", "head"], rank=0)
+    chunk.get_submodule("blocks.1").compile(backend="eager")
+    chunk(torch.ones(1, 3, dtype=torch.long))  # no more the last one
+    (chunk,) = cut(BackwardHook(), schedules.zb_h1(2, 2), layers=["embed", "blocks.*", "head"], rank=0)
+    chunk.get_submodule("blocks.1").compile(backend="eager")
+    with pytest.raises(ValueError, match=r"'blocks.1', whose output goes .* no backward hook if it is compiled or one"):
+        chunk(torch.ones(1, 3, dtype=torch.long))
 
 
 @pytest.mark.parametrize("make", NEAR, ids=lambda make: make.__name__)

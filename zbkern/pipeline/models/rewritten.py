@@ -96,7 +96,9 @@ class Rewritten:
         self._last_hooks: dict[str, Any] = {name: partial(flow.skip, name) for name in mine}
         if not place.is_last:
             # of an encoder's last layer with what the encoder does after it
-            self._last_hooks[encoder if place.last == place.encoder_layers else flow.last] = flow.leave
+            leaving = encoder if place.last == place.encoder_layers else flow.last
+            self._last_hooks[leaving] = flow.leave
+            self._before_last = whole.get_submodule(leaving).register_forward_pre_hook(flow.before_last)
         self._handles = {
             name: whole.get_submodule(name).register_forward_hook(h) for name, h in self._last_hooks.items()
         }
@@ -173,7 +175,7 @@ class Rewritten:
 
     def _order_hooks(self) -> None:
         """Has the first hook put in what was received, before those of `fully_shard`, say, which are for that; and the
-        last ones take what is sent: theirs are for that, too.
+        last ones take what is sent: theirs are for that, too, and what goes into the layer is what backward hooks see.
 
         A layer may have been wrapped since, and the wrapper gets the hook.
         """
@@ -187,6 +189,11 @@ class Rewritten:
                 self._handles[name].remove()
                 self._handles[name] = layer.register_forward_hook(hook)
             layer._forward_hooks.move_to_end(self._handles[name].id)
+            if hook == self._flow.leave:
+                if self._before_last.id not in layer._forward_pre_hooks:
+                    self._before_last.remove()
+                    self._before_last = layer.register_forward_pre_hook(self._flow.before_last)
+                layer._forward_pre_hooks.move_to_end(self._before_last.id)
 
     def _run(self, inputs: Any, side: dict[str, Any]) -> Any:
         place = self._place

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import BackwardHook
 
 from zbkern.pipeline.models.placeholders import Placeholder, placeholder
 from zbkern.pipeline.models.skips import Skips
@@ -40,6 +41,7 @@ class Flow:
         self.first = self.last = ""  # the chunk's first and last layer
         self.argument = ""  # of the first one's forward, for what it goes on with
         self.runs = False  # else a layer runs alone, again in an R, and gives what it gives
+        self._backward_hook: BackwardHook | None = None  # of the chunk's last layer
         self.begin(None)
 
     def begin(self, received: Any, skipped: Mapping[str, Any] | None = None) -> None:
@@ -102,28 +104,41 @@ class Flow:
         inputs, keywords = self.enter_inside(module, inputs, keywords) or (inputs, keywords)
         return call(*inputs, **keywords)
 
+    def before_last(self, module: nn.Module, inputs: Any) -> Any:
+        """Hook before the chunk's last layer: has its backward hooks called, which torch would put on what stands for
+        the output that is sent."""
+        full, others = module._get_backward_hooks()
+        before, self._backward_hook = module._get_backward_pre_hooks(), None
+        if not (self.runs and self.has_graph and (full or others or before)):
+            return None
+        if others or module._compiled_call_impl is not None:
+            self._refuse_backward_hooks(self.last, module)
+        self._backward_hook = BackwardHook(module, full, before)
+        return self._backward_hook.setup_input_hook(inputs)
+
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Hook of the chunk's last layer. What the forward goes on with cannot change what is sent."""
         if not self.runs:
             return output
         self._refuse_reentrant(self.last, inputs)
-        self._refuse_backward_hooks(self.last, module)
+        if self._backward_hook is not None:
+            output, self._backward_hook = self._backward_hook.setup_output_hook(output), None
         self.sent, self.left = result_of(output), True
         return pytree.tree_map_only(Tensor, lambda tensor: placeholder(tensor, self.last), output)
 
     def skip(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """Hook of a layer whose output layers of later chunks take."""
         if self.runs:
-            self._refuse_backward_hooks(name, module)
+            if self.has_graph and (module._backward_hooks or module._backward_pre_hooks):
+                self._refuse_backward_hooks(name, module)
             self.skips.keep(name, output)
 
     def _refuse_backward_hooks(self, name: str, module: nn.Module) -> None:
-        """Raises ValueError where torch would put a backward hook on what stands for the output that is sent."""
-        if self.has_graph and (module._backward_hooks or module._backward_pre_hooks):
-            raise ValueError(
-                f"cut: layer {name!r}, whose output goes to another chunk, must have no backward hook: torch would "
-                "not call it; register it on a module inside of the layer, or cut elsewhere"
-            )
+        raise ValueError(
+            f"cut: layer {name!r}, whose output goes to another chunk, must have no backward hook if it is compiled or "
+            "one of skips, and else none but those of register_full_backward_hook and register_full_backward_pre_hook: "
+            "torch would not call it; register it on a module inside of the layer, or cut elsewhere"
+        )
 
     def skip_states(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         """The same of an encoder, in the chunk of its last layer: the decoder takes its hidden states alone."""
