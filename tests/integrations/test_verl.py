@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -353,6 +356,42 @@ def test_a_critic_has_a_value_for_each_token(folder: Path, two_ranks: Any, tmp_p
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
+
+
+STUBS = Path(__file__).parents[1] / "support" / "stubs"
+
+
+@pytest.mark.parametrize("file", sorted(STUBS.rglob("verl/**/*.pyi")), ids=lambda file: str(file.relative_to(STUBS)))
+def test_the_names_and_signatures_that_mypy_knows_are_verls(file: Path) -> None:
+    """Where verl is not installed, as in CI, mypy checks the engine against them."""
+    path = file.relative_to(STUBS).with_suffix("").parts
+    module = importlib.import_module(".".join(path[:-1] if path[-1] == "__init__" else path))
+
+    def compare(nodes: list[ast.stmt], real: Any, where: str) -> None:
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef):
+                found = getattr(real, node.name)
+                if any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list):
+                    assert isinstance(found, property), f"{where}.{node.name}"
+                    continue
+                theirs = [
+                    (p.name, p.kind.name, p.default is p.empty)
+                    for p in inspect.signature(getattr(found, "__func__", found)).parameters.values()
+                ]
+                assert parameters(node) == theirs, f"{where}.{node.name}"
+            elif isinstance(node, ast.ClassDef):
+                compare(node.body, getattr(real, node.name), node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(real, type):
+                fields = getattr(real, "__dataclass_fields__", None) or inspect.getsource(real.__init__)
+                assert node.target.id in fields, f"{where}.{node.target.id}"
+
+    def parameters(node: ast.FunctionDef) -> list[tuple[str, str, bool]]:
+        given = node.args
+        first_default = len(given.args) - len(given.defaults)
+        found = [(a.arg, "POSITIONAL_OR_KEYWORD", number < first_default) for number, a in enumerate(given.args)]
+        return [*found, *([(given.kwarg.arg, "VAR_KEYWORD", True)] if given.kwarg else [])]
+
+    compare(ast.parse(file.read_text()).body, module, file.name)
 
 
 def test_options_that_would_be_left_out_are_refused() -> None:

@@ -149,3 +149,11 @@ def rooms(pipe: Pipeline, optimizer: Optimizer) -> None:
     checkpoint.save("folder", 1, "model")  # type: ignore[arg-type]
     Optimizer(torch.optim.SGD([]), pipe)
     Optimizer(torch.optim.SGD([]), "pipe")  # type: ignore[arg-type]
+
+
+def engines_of_verl(model: Any, engine: Any, optimizer: Any, checkpoints: Any) -> None:
+    """They have all that verl asks of an engine: without one of its methods they could not be made."""
+    from zbkern.integrations.verl import PipelineEngineWithLMHead, PipelineEngineWithValueHead
+
+    PipelineEngineWithLMHead(model, engine, optimizer, checkpoints)
+    PipelineEngineWithValueHead(model, engine, optimizer, checkpoints)

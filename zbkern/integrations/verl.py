@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config import EngineConfig as VerlEngineConfig
-from verl.workers.config import FSDPEngineConfig
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import (
@@ -65,7 +66,13 @@ class PipelineEngine(BaseEngine):
 
     model_class: str  # of the transformers library, by subclass
 
-    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: EngineConfig,
+        optimizer_config: FSDPOptimizerConfig,
+        checkpoint_config: CheckpointConfig,
+    ) -> None:
         super().__init__()
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
@@ -98,8 +105,8 @@ class PipelineEngine(BaseEngine):
         if config.enable_gradient_checkpointing and not options.forward_only:
             model.gradient_checkpointing_enable()
         stage = self.mesh["stage"]
-        place = {"weights": config.local_path, "rank": stage.get_local_rank(), "device": self.device}
-        chunks: list[Any] = pipeline.cut(model, self.schedule, **place)
+        rank, folder = stage.get_local_rank(), config.local_path
+        chunks: list[Any] = pipeline.cut(model, self.schedule, weights=folder, rank=rank, device=self.device)
         dtype = DTYPES[options.dtype]
         chunks = [zbkern.convert(chunk.to(dtype).requires_grad_(not options.forward_only)) for chunk in chunks]
         if self.get_data_parallel_size() > 1 and not options.forward_only:
@@ -312,7 +319,13 @@ class PipelineEngineWithValueHead(PipelineEngine):
 
     model_class = "AutoModelForTokenClassification"
 
-    def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: EngineConfig,
+        optimizer_config: FSDPOptimizerConfig,
+        checkpoint_config: CheckpointConfig,
+    ) -> None:
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
         model_config.hf_config.num_labels = 1
         model_config.hf_config.classifier_dropout = 0.0
@@ -391,20 +404,26 @@ def _cooled(logits: Any, temperature: Tensor | float, ends: Tensor) -> Any:
     return pipeline.DeferredLogits(hidden, logits.head, logits.autocast, logits.scale, None, logits.slices)
 
 
-def _lr_scheduler(optimizer: Any, config: Any) -> Any:
+def _lr_scheduler(optimizer: Any, config: FSDPOptimizerConfig) -> Any:
     steps, warmup = config.total_training_steps, config.lr_warmup_steps
     if warmup is None or warmup <= 0:
         warmup = int(config.lr_warmup_steps_ratio * steps)
     if config.lr_scheduler_type == "constant":
         return get_constant_schedule_with_warmup(optimizer, warmup)
-    more = {"num_training_steps": steps, "min_lr_ratio": config.min_lr_ratio, "num_cycles": config.num_cycles}
-    return get_cosine_schedule_with_warmup(optimizer, warmup, **more, zero_indexed_step=config.zero_indexed_step)
+    return get_cosine_schedule_with_warmup(
+        optimizer,
+        warmup,
+        steps,
+        min_lr_ratio=config.min_lr_ratio or 0.0,
+        num_cycles=config.num_cycles,
+        zero_indexed_step=config.zero_indexed_step,
+    )
 
 
 # ---- what would be left out in silence
 
 
-def _check_options(model: Any, engine: Any, world: int) -> None:
+def _check_options(model: HFModelConfig, engine: EngineConfig, world: int) -> None:
     """Raises ValueError for options of verl's that mean something else here, or nothing."""
     stages = engine.pipeline_parallel_size
     right = {

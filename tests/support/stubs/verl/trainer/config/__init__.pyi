@@ -1,0 +1,3 @@
+class CheckpointConfig:
+    save_contents: list[str]
+    load_contents: list[str]

@@ -1,0 +1,13 @@
+from typing import Any
+
+def detach_tree(obj: Any) -> Any: ...
+def enable_full_determinism(seed: int) -> None: ...
+def postprocess_batch_func(output_lst: Any, indices: Any, data: Any) -> Any: ...
+def prepare_micro_batches(
+    data: Any,
+    dp_group: Any = None,
+    num_batches_divided_by: Any = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+) -> tuple[Any, Any]: ...
