@@ -16,6 +16,7 @@ from tests.support.chunks import assert_same, make_model, results_on_threads, ru
 from zbkern.pipeline import (
     Optimizer,
     Pipeline,
+    PipelineError,
     Schedule,
     ScheduleError,
     StepOptions,
@@ -125,11 +126,21 @@ def test_every_pipeline_has_the_bits_of_one_stage(dtype: torch.dtype, packed: bo
     assert_same(one, found(schedules.zb_h1, 2, dtype, packed, False, True, "eager"))
 
 
-@pytest.mark.slow
-def test_a_tied_weight_has_the_same_bits_where_two_ranks_hold_it() -> None:
-    one = found(schedules.one_f_one_b, 2, torch.float32, False, True, True)
-    for make, ranks in ((schedules.zb_h1, 2), (schedules.zb_h2, 4), (schedules.interleaved, 2)):
-        assert_same(one, found(make, ranks, torch.float32, False, True, True))
+@pytest.mark.parametrize(
+    ("dtype", "pipelines"),
+    [
+        (torch.float32, [(schedules.zb_h1, 2), (schedules.zb_v, 1)]),
+        pytest.param(torch.bfloat16, [(schedules.zb_h1, 2), *SCHEDULES[3:5]], marks=pytest.mark.slow),
+    ],
+)
+def test_a_tied_weight_has_the_same_bits_on_one_rank_and_on_two(dtype: torch.dtype, pipelines: Any) -> None:
+    """One rank, or a V, has both layers."""
+    one = found(schedules.one_f_one_b, 1, dtype, False, True, True)
+    both = one | {name.replace("model.embed_tokens", "lm_head"): value for name, value in one.items()}
+    for make, ranks in pipelines:
+        other = found(make, ranks, dtype, False, True, True)
+        assert one.keys() <= other.keys()
+        assert_same({name: both[name] for name in other}, other)  # two ranks have it under both names
 
 
 def test_without_it_bits_differ() -> None:
@@ -190,11 +201,43 @@ def test_a_schedule_that_changes_the_order_of_a_sum_is_refused() -> None:
     run_pipelines(other, chunks, lambda pipe: None)
 
 
-def test_a_parameter_of_two_layers_of_one_rank_is_refused() -> None:
-    chunk = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+def test_a_parameter_of_two_layers_whose_sums_cannot_be_apart_is_refused() -> None:
+    """One module twice, at once; hooks, which may come later, in a step. Frozen ones have no sums."""
+    twice = nn.Linear(4, 4)
+    schedule, options = schedules.one_f_one_b(1, 2), StepOptions(same_bits=True)
+    x = torch.randn(4, 4)
+    message = r"got one for '0.weight' and '1.weight', .* or leave same_bits out"
+    for chunk in nn.Sequential(twice, twice), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)):
+        chunk[1].weight = chunk[0].weight
+        handle = chunk[0].weight.register_hook(lambda gradient: None)
+        with pytest.raises((ValueError, PipelineError), match=message):
+            run_pipelines(schedule, [chunk], lambda pipe: pipe.step(x, x), options=options)
+        handle.remove()
+        chunk.requires_grad_(False)
+        run_pipelines(schedule, [chunk], lambda pipe: pipe.step(x, x), options=options)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_between_steps_a_shared_parameter_is_one(main_grad: bool) -> None:
+    """Also after a step that fails; gradients go on where they are kept."""
+    torch.manual_seed(0)
+    chunk = zbkern.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     chunk[1].weight = chunk[0].weight
-    schedule = schedules.one_f_one_b(1, 2)
-    with pytest.raises(ValueError, match=r"got one for '0.weight' and '1.weight', .* or leave same_bits out"):
-        run_pipelines(schedule, [chunk], lambda pipe: None, options=StepOptions(same_bits=True))
-    chunk.requires_grad_(False)
-    run_pipelines(schedule, [chunk], lambda pipe: None, options=StepOptions(same_bits=True))
+    plain, x = copy.deepcopy(chunk), torch.randn(4, 4)
+    if main_grad:
+        chunk[0].weight.main_grad = torch.zeros(4, 4, dtype=torch.float64)
+
+    def steps(pipe: Pipeline) -> None:
+        for _ in range(2):
+            pipe.step(x, x)
+            assert chunk[1].weight is chunk[0].weight
+        with pytest.raises(PipelineError):
+            pipe.step(x, x[:, :3])
+        assert chunk[1].weight is chunk[0].weight
+        assert len([*chunk.parameters()]) == 3
+
+    run_pipelines(schedules.one_f_one_b(1, 2), [chunk], steps, options=StepOptions(same_bits=True))
+    for _ in range(2):
+        nn.functional.mse_loss(plain(x), x).backward()
+    weight = chunk[0].weight
+    torch.testing.assert_close(weight.main_grad.float() if main_grad else weight.grad, plain[0].weight.grad)

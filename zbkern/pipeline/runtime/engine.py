@@ -19,7 +19,7 @@ from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.replicas.data_parallel import check_apart
 from zbkern.pipeline.runtime.replicas.tied_weights import TiedWeights, all_ties
 from zbkern.pipeline.runtime.run_ahead import run_ahead
-from zbkern.pipeline.runtime.same_bits import check_one_use
+from zbkern.pipeline.runtime.same_bits import OwnSums
 from zbkern.pipeline.runtime.step_schedules import StepSchedules
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.connect import check_same_plan, closing_on_error, connect, place, telling_on_error
@@ -81,8 +81,7 @@ class Pipeline:
             self.queue = WGradQueue(max_bytes=options.max_wgrad_bytes, merge=not options.same_bits)
             by_chunk = dict(zip(schedules.first.chunks_of(self.rank), modules, strict=True))
             check_apart(by_chunk, group)
-            if options.same_bits:
-                check_one_use(by_chunk.values())
+            self._own_sums = OwnSums(by_chunk.values() if options.same_bits else ())
             recorder = Recorder(self.rank, self.device, self.queue, options.record)
             self._calls = Calls(by_chunk, schedules, loss_fn, recorder, options, fill, timeout)
             copies = all_ties(modules, tied)
@@ -122,12 +121,13 @@ class Pipeline:
         self.queue.check_values = self._checks_values or any(self._checked[kind] < 2 for kind in kinds)
         self._checked.update(kinds)
         replicas.begin(len(self.schedule.units))
-        with calls.running():
+        with calls.running(), self._own_sums.during():
             begun = run_ahead(calls)  # before which, and after, an optimizer writes weights
             self._tied.begin()
             loop.run(loop.program[begun:])
             calls.transport.begin_action("reduction over replicas")
             replicas.finish()
+            self._own_sums.add()
             calls.transport.begin_action("sum over tied weights")
             self._tied.sum_gradients(loop.step, calls.timeout)
         return _mean(calls.end())
