@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -86,37 +86,84 @@ def test_everywhere_others_end_in_time_with_one_name(kind: str) -> None:
         check(fault, seed)
 
 
-@pytest.mark.parametrize(("seconds", "goes_on"), [(1.0, True), (30.0, False)])
-def test_what_an_earlier_call_has_under_way_ends_or_all_ranks_know(seconds: float, goes_on: bool) -> None:
-    """When rank 0 fails, rank 1's GPU has so much to do before it has all of the step before."""
-    run, failed = Run(3), False
+def fail_beside_a_late_gpu(
+    seconds: float, fail: Callable[[Run], None], first: str = "step", early: bool = True
+) -> tuple[list[Any], list[float]]:
+    """What each rank raises in a call after one in which a rank failed, and seconds from then till it heard of it.
+
+    Rank 1's GPU is busy for so many seconds in the call before, a `first`, whose messages all wait for, or in an
+    evaluation the last rank. fail: called on rank 0 as its first forward begins. early: others begin that call, too,
+    before they hear of it.
+    """
+    run, failed = Run(3), [0.0]
     for gpu in run.gpus:
         gpu.is_behind = True
 
-    def rank(transport: Any) -> str | None:
-        def fail_once() -> None:
-            nonlocal failed
-            if steps == 1 and transport.rank == 0 and not failed:
-                failed = True
-                raise ArithmeticError("the cause")
+    def rank(transport: Any) -> tuple[str | None, float]:
+        passes = [0]
 
-        steps, chunk = 0, zbkern.convert(Layer(fail_once))
-        with Pipeline([chunk], schedules.zb_h1(3, 6), nn.functional.mse_loss, transport, timeout=TIMEOUT) as pipe:
-            pipe.step(*batch(0, 3))
-            if transport.rank == 1:
+        def forward() -> None:
+            passes[0] += 1
+            if (transport.rank, passes[0]) == (1, 2):
                 run.current_stream().compute(seconds)
-            steps = 1
-            with pytest.raises(PipelineError, match="the cause"):
+            elif (transport.rank, passes[0]) == (0, 7):
+                failed[0] = run.scheduler.now
+                fail(run)
+
+        chunk = zbkern.convert(Layer(forward))
+        with Pipeline([chunk], schedules.zb_h1(3, 6), nn.functional.mse_loss, transport, timeout=TIMEOUT) as pipe:
+            getattr(pipe, first)(*batch(0, 3))
+            pause = 0.05 if transport.rank == 0 else 0.0 if early else 0.1  # the others have returned when it fails
+            run.scheduler.wait_until([], lambda: False, pause)
+            assert (transport.failure is not None) == (pause == 0.1)
+            with pytest.raises(PipelineError, match=r"the cause|rank 0 exited"):
                 pipe.step(*batch(1, 3))
+            after = run.scheduler.now - failed[0]
             try:
                 pipe.step(*batch(1, 3))
             except PipelineError as error:
-                return str(error)
-            return None
+                return str(error), after
+            return None, after
 
-    told = run.run(rank)
-    wanted = None if goes_on else "cannot go on without a restart: rank 1 had messages of an earlier call under way"
-    assert all(each is None if wanted is None else wanted in each for each in told), told
+    found = [each for each in run.run(rank) if each is not None]
+    return [error for error, _ in found], [after for _, after in found]
+
+
+def raise_an_error(run: Run) -> None:
+    raise ArithmeticError("the cause")
+
+
+@pytest.mark.parametrize("first", ["step", "evaluate"])
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize(("seconds", "goes_on"), [(1.0, True), (30.0, False)])
+def test_what_an_earlier_call_has_under_way_ends_or_all_ranks_know(
+    seconds: float, goes_on: bool, first: str, early: bool
+) -> None:
+    told, _ = fail_beside_a_late_gpu(seconds, raise_an_error, first, early)
+    wanted = r"cannot go on without a restart: rank \d had messages of an earlier call under way"
+    assert len(told) == 3
+    assert all(each is None if goes_on else re.search(wanted, each) for each in told), told
+
+
+def test_nothing_is_waited_for_where_a_rank_is_gone() -> None:
+    """Messages of earlier calls might never come."""
+    told, after = fail_beside_a_late_gpu(30.0, lambda run: run.kill(0))
+    assert len(told) == 2
+    assert all("rank 0 exited unexpectedly" in each for each in told), told
+    assert max(after) < 0.5
+
+
+def test_ranks_connect_once() -> None:
+    """For every schedule that has the same pairs."""
+    run = Run(3)
+
+    def rank(transport: Any) -> None:
+        for _ in range(3):
+            transport.connect([(0, 1), (1, 0), (1, 1), (2, 1)])
+        transport.close()
+
+    run.run(rank)
+    assert [nccl.calls for nccl in sorted(run.communicators, key=lambda each: each.rank)] == [1, 1, 2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))

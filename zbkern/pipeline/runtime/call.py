@@ -130,6 +130,7 @@ class Calls:
             with failing_together(self.transport, self.fail, self._where):
                 yield
                 self.transport.begin_action("none")
+                self.transport.end()
         finally:
             if self.state == "running":
                 self.state = before

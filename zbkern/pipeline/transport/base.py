@@ -48,6 +48,9 @@ class Transport(ABC):
             self.fail(difference)
             raise PipelineError(difference)
 
+    def end(self) -> None:  # noqa: B027
+        """Ends this rank's call, or a part of it: what it has received is to arrive though a later one fails."""
+
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:  # noqa: B027
         """Before the first message: these pairs of ranks will send each other tensors. The same pairs on every rank."""
 

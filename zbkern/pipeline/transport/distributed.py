@@ -111,8 +111,9 @@ class DistributedTransport(Transport):
         self._lost = self._aborted = False
         self._unfinished = ""  # why ranks cannot go on though all are there
         self._pairs: set[tuple[int, int]] = set()  # of ranks that are connected for tensors
-        self._last_sent: dict[int, dist.Work] = {}  # by peer, on a GPU
-        self._earlier: list[Any] = []  # what calls before this one have left to the GPU
+        self._last_sent: dict[int, dist.Work] = {}  # by peer, on a GPU, where those before it have ended then
+        self._last_received: dict[int, dist.Work] = {}  # of those that a call has taken
+        self._earlier: list[dist.Work] = []  # what calls that are over have left to the GPU
         self._outgoing = {peer: Outgoing(carries=self._on_cpu) for peer in self.peers}
         self._ending = threading.Lock()
         self._final_message: FinalMessage | None = None
@@ -172,10 +173,10 @@ class DistributedTransport(Transport):
 
     def begin(self, call: str) -> None:
         super().begin(call)
-        if not self._on_cpu:
-            received = torch.cuda.Event()
-            received.record(torch.cuda.current_stream(self.device))
-            self._earlier = [_EventWork(received), *self._last_sent.values()]
+        self.end()
+
+    def end(self) -> None:
+        self._earlier = [*self._last_sent.values(), *self._last_received.values()]
 
     def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
         """NCCL connects two ranks in their first message, while each waits for the other's call.
@@ -226,6 +227,7 @@ class DistributedTransport(Transport):
                 tensor.record_stream(stream)
 
     def _watch(self, peer: int, tag: Tag | Note, works: Sequence[dist.Work], timeout: float | None) -> None:
+        self._last_received[peer] = works[-1]
         self._watched.put((peer, tag, works, timeout))
 
     def _watch_receives(self, watched: queue.SimpleQueue[_Watched | None]) -> None:
@@ -233,7 +235,7 @@ class DistributedTransport(Transport):
         while (item := watched.get()) is not None:
             peer, tag, works, timeout = item
             start = time.monotonic()
-            while not all(work.is_completed() for work in works) and self._mailbox.failure is None:
+            while not all(work.is_completed() for work in works):
                 self._device_awaits = peer
                 if timeout is not None and time.monotonic() - start > timeout:
                     self._stop(self._why_nothing_comes(peer, f"{tag} was awaited for {timeout:g} s by the GPU"))
@@ -508,13 +510,6 @@ class _Direction(NamedTuple):
 def _can_receive_here() -> bool:
     """Whether a tensor that the calling thread makes is one for any call, and in no profile, as gloo's must be."""
     return not (torch.is_inference_mode_enabled() or torch.autograd._profiler_enabled())
-
-
-class _EventWork:
-    """An event as a Work is."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.is_completed = event.query
 
 
 def _ended(threads: Sequence[threading.Thread], wait: float) -> bool:
