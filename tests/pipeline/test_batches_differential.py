@@ -196,7 +196,7 @@ def check(case: Case) -> int:
 
 @pytest.mark.parametrize(
     ("default", "count", "largest"),
-    [(0, 3, 40), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 5, 60), (2, 2, LONGEST)))],
+    [(0, 3, 40), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((4, 5, 60), (2, 2, LONGEST)))],
 )
 def test_random_batches_train_as_one_process(default: int, count: int, largest: int) -> None:
     chosen, groups = seed(default), 0
