@@ -98,6 +98,32 @@ def test_what_has_only_the_shape_of_data_is_compared_as_it_is() -> None:
         assert (x == 0).tolist() == [[True, True, True]]
 
 
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: x.argsort(1), True),
+        (lambda x: torch.topk(x, 1, dim=1), True),
+        (lambda x: x.flatten(0, 1).sort(0, descending=True), True),
+        (lambda x: x.quantile(0.5, 1), True),
+        (lambda x: x.quantile(torch.tensor(0.5), 1), True),
+        (lambda x: x[..., 0].kthvalue(2), True),
+        (lambda x: x.max(), True),
+        (lambda x: x.argmax(-1), False),
+        (lambda x: x.topk(2), False),
+        (lambda x: torch.max(x, x * 2), False),
+        (lambda x: x.flatten(0, 1).topk(2, dim=1), False),
+    ],
+)
+def test_orders_of_tokens_are_told_from_choices_of_each(call: Callable[[Tensor], Any], expected: bool) -> None:
+    x = torch.rand(2, 3, 4)
+    alike = Alike(None, 3)
+    alike.begin((0, 3), [x], [])
+    with alike:
+        call(x)
+    assert alike.orders == expected
+    assert alike.fault is None
+
+
 class Leaders(nn.Module):
     """Takes the tokens whose scores are the largest so far. How few tokens are in order is chance."""
 

@@ -471,6 +471,48 @@ def test_padding_counts_also_where_the_first_batch_has_none(forgets: bool) -> No
             pipe.step(inputs, targets, mask)
 
 
+class Segments(nn.Module):
+    """Attention within segments, which the mask numbers; 0 is padding. hands_on: those of slices before."""
+
+    def __init__(self, hands_on: bool) -> None:
+        super().__init__()
+        self.inner, self.hands_on = nn.Linear(WIDTH, 3 * WIDTH), hands_on
+
+    def forward(self, x: Tensor, attention_mask: Tensor, carry: Carry | None = None) -> Tensor:
+        q, k, v = self.inner(x).chunk(3, -1)
+        of_keys = attention_mask
+        if carry is not None:
+            k, v, seen = (carry.append(name, each, 1) for name, each in zip("kvm", (k, v, attention_mask), strict=True))
+            of_keys = seen if self.hands_on else F.pad(attention_mask, (carry.start, 0), value=1)
+        own = torch.eye(k.shape[1], dtype=torch.bool)[carry.start if carry else 0 :]
+        causal = torch.ones_like(own).tril(k.shape[1] - q.shape[1])
+        same = (attention_mask[..., None] == of_keys[:, None]) & (of_keys[:, None] != 0)
+        return F.scaled_dot_product_attention(q, k, v, causal & same | own)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float64])
+@pytest.mark.parametrize("hands_on", [False, True])
+def test_a_mask_of_other_numbers_is_probed_with_them_also_where_it_comes_later(
+    hands_on: bool, dtype: torch.dtype
+) -> None:
+    """A first batch of ones could not tell the numbers of slices before from ones."""
+    torch.manual_seed(0)
+    inputs, targets = batch(torch.float64)
+    module = Segments(hands_on).double()
+    ids = torch.arange(TOKENS).mul(3).div(TOKENS, rounding_mode="floor").add(1).expand(ROWS, -1).to(dtype)
+    expected = (
+        sum(F.mse_loss(module(x, ids[:1]), y) for x, y in zip(inputs.chunk(2), targets.chunk(2), strict=True)) / 2
+    )
+    with one_rank(module, schedules.zb_h1(1, 2, slices=2)) as pipe:
+        if hands_on:
+            pipe.step(inputs, targets, {"attention_mask": torch.ones_like(ids)})
+            loss = pipe.step(inputs, targets, {"attention_mask": ids})
+            torch.testing.assert_close(loss, expected)
+        else:
+            with pytest.raises(PipelineError, match=r"it \(Segments\) computes something else"):
+                pipe.step(inputs, targets, {"attention_mask": ids})
+
+
 def test_attention_raises_without_the_carry_of_its_slice() -> None:
     class Forgets(nn.Module):
         def __init__(self) -> None:

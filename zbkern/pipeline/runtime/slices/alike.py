@@ -25,6 +25,14 @@ _ORDERS = {
     *("sort", "msort", "kthvalue", "quantile", "nanquantile", "median", "nanmedian", "mode", "unique", "histc"),
     *("unique_consecutive", "masked_select", "where", "round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside"),
 }
+# what orders or chooses along a dimension: the place of that in a call, and which it is unless it is given
+_ALONG: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("argmax", "argmin", "max", "min", "median", "nanmedian", "cummax", "cummin"), (1, None)),
+    **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
+    **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
+    **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
+    "msort": (1, 0),
+}
 # whose results have a tensor's shape, and nothing of its numbers
 _SHAPED = {
     *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
@@ -45,7 +53,8 @@ class Alike(TorchFunctionMode):
     def __init__(self, passes: int | None, tokens: int) -> None:
         super().__init__()
         self._passes, self._are_alike = passes, passes in (0, tokens)
-        self.chooses = self.compares = False  # whether numbers were chosen from, ordered or compared; and the last
+        # whether numbers were chosen from, ordered or compared; compared; and, in the last forward, tokens ordered
+        self.chooses = self.compares = self.orders = False
         self.fault: Exception | None = None  # what has failed here; the module, which may catch errors, sees nothing
         # by place: what was compared that depends on data, and the part that did so
         self.compared: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
@@ -54,7 +63,7 @@ class Alike(TorchFunctionMode):
 
     def begin(self, place: tuple[int, int], inputs: list[Tensor], running: list[str]) -> None:
         """Before a forward of the tokens of this place. running: the names of parts that will be, innermost last."""
-        self._tokens, self._left, self._running = place[1] - place[0], _MOST, running
+        self._tokens, self._left, self._running, self.orders = place[1] - place[0], _MOST, running, False
         self._noted = self.compared[place] = []
         self._rows = next((len(leaf) for leaf in inputs if leaf.dim() > 1), 1)
         self._passing = max(0, (self._passes or 0) - place[0])  # of these
@@ -85,6 +94,8 @@ class Alike(TorchFunctionMode):
         if not self.chooses and name not in _SHAPED and _is_any((*args, *kwargs.values()), is_floating=True):
             results = result if isinstance(result, tuple | list) else (result,)
             self.chooses = name in _ORDERS or _is_any(results, is_floating=False)
+        if name in _ALONG:
+            self.orders |= self._is_along_tokens(name, args, kwargs)
         if name in _CHOICES:
             result = _with_first(name, result, args, kwargs)
         elif name in _COMPARISONS and self._is_of_tokens(result):
@@ -106,6 +117,14 @@ class Alike(TorchFunctionMode):
         if not isinstance(result, Tensor) or result.is_nested:
             return False
         return any(size and size % self._tokens == 0 for size in result.shape)
+
+    def _is_along_tokens(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        values = _values(args, kwargs)
+        if values is None or (name in ("max", "min") and _is_of_two(args, kwargs)):
+            return False  # the larger of two
+        along = _along(name, args, kwargs)
+        size = values.numel() if along is None or not values.dim() else values.shape[along]
+        return bool(size and size % self._tokens == 0)
 
     def _passed(self, result: Tensor) -> Tensor:
         if self._are_alike:
@@ -134,15 +153,29 @@ def _is_any(values: Iterable[Any], is_floating: bool) -> bool:
     return any(isinstance(each, Tensor) and each.is_floating_point() == is_floating for each in values)
 
 
+def _is_of_two(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    return isinstance(kwargs.get("other", args[1] if len(args) > 1 else None), Tensor)
+
+
+def _values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The floating-point numbers that a call orders, or chooses from."""
+    values = args[0] if args else kwargs.get("input")
+    is_taken = isinstance(values, Tensor) and values.is_floating_point() and not values.is_nested
+    return values if is_taken else None
+
+
+def _along(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    place, default = _ALONG[name]
+    return kwargs.get("dim", args[place] if len(args) > place else kwargs.get("axis", default))
+
+
 def _with_first(name: str, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A result with indices of the first one, or the first ones, of those that no mask has taken out."""
-    values = args[0] if args else kwargs.get("input")
+    values = _values(args, kwargs)
     indices = result if name.startswith("arg") else result[1] if isinstance(result, tuple) else None
-    if indices is None or not isinstance(values, Tensor) or not values.is_floating_point() or values.is_nested:
+    if indices is None or values is None:
         return result
-    place = 2 if name == "topk" else 1
-    default = kwargs.get("axis", -1 if name == "topk" else None)
-    along = kwargs.get("dim", args[place] if len(args) > place else default)
+    along = _along(name, args, kwargs)
     if along is None or not values.dim():
         return result  # of all numbers, in the place of one of each token
     is_masked = values.abs() >= torch.finfo(values.dtype).max / 2

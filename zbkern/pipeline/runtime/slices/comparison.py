@@ -46,8 +46,8 @@ class Comparison:
         self._rounding = Rounding(module)
         self._draws = 0  # random numbers: none, those that `Undrawn` knows, or others
         self._watching: Watching | None = None  # of the present case
-        # whether the last case whose tokens are chosen alike has chosen, ordered or compared numbers; and the last
-        self.chooses = self.compares = True
+        # of the last case whose tokens are chosen alike: as `Alike` has them
+        self.chooses = self.compares = self.orders = True
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -103,7 +103,7 @@ class Comparison:
         finally:
             watching.forget()
             if alike is not None:
-                self.chooses, self.compares = alike.chooses, alike.compares
+                self.chooses, self.compares, self.orders = alike.chooses, alike.compares, alike.orders
                 if alike.fault is not None:  # whatever the module has made of it
                     raise Fault(alike.fault) from alike.fault
 

@@ -28,6 +28,7 @@ from zbkern.pipeline.runtime.slices.probe_inputs import (
     Call,
     Draw,
     drawn_inputs,
+    has_other_numbers,
     kind_of,
     of_sequences,
     padding,
@@ -127,7 +128,12 @@ def kind_of_probes(is_sliced: bool, inputs: Any, side: Mapping[str, Any], tokens
     if not is_sliced and not tells_ends(side) and "position_ids" not in named:
         return None
     names = sorted((name, kind_of(value)) for name, value in named.items() if name not in LONGEST)
-    return is_sliced, names, min(MOST_TOKENS, tokens or length_of(inputs, side) or 0)
+    return (
+        is_sliced,
+        names,
+        has_other_numbers(named.get("attention_mask")),
+        min(MOST_TOKENS, tokens or length_of(inputs, side) or 0),
+    )
 
 
 def difference_of_slices(
@@ -294,9 +300,9 @@ def _cases_of_slices(
 
 
 def _more_draws(lengths: _Lengths, comparison: Comparison) -> range:
-    """Numbers of draws that are compared as the data chooses, forwards alone: where numbers are compared, whose order
-    tokens may have by each other, and where few tokens are chosen from."""
-    hides = comparison.compares or (comparison.chooses and sum(lengths.uneven) < _TOKENS)
+    """Numbers of draws that are compared as the data chooses, forwards alone: where numbers are compared, where tokens
+    are ordered or chosen, and for few tokens where anything is."""
+    hides = comparison.compares or comparison.orders or (comparison.chooses and sum(lengths.uneven) < _TOKENS)
     return range(1, 1 + _DRAWS if hides else 1)
 
 

@@ -54,11 +54,15 @@ class Call(NamedTuple):
         """What a probe proves goes for all calls of this kind."""
         named = {name: None if name in LONGEST else value for name, value in self.side.items()}
         leaves, structure = pytree.tree_flatten_with_path((self.inputs, named))
-        return str(structure), *(
-            (leaf.dtype, leaf.dim(), self.is_cut(leaf), leaf.requires_grad, kind_of(leaf))
-            if isinstance(leaf, Tensor)
-            else kind_of(leaf)
-            for _, leaf in leaves
+        return (
+            str(structure),
+            has_other_numbers(self.by_name().get("attention_mask")),
+            *(
+                (leaf.dtype, leaf.dim(), self.is_cut(leaf), leaf.requires_grad, kind_of(leaf))
+                if isinstance(leaf, Tensor)
+                else kind_of(leaf)
+                for _, leaf in leaves
+            ),
         )
 
     def tells_tokens_apart(self, module: nn.Module) -> bool:
@@ -74,6 +78,12 @@ def kind_of(value: Any) -> object:
         return value
     is_number = type(value) is Tensor and value.dim() == 0 and value.device.type == "cpu"  # no wait for a GPU
     return type(value).__name__, bool(value) if is_number or isinstance(value, int | float) else None
+
+
+def has_other_numbers(mask: Any) -> bool:
+    """Whether a mask has others than 0 and 1, as counts and the numbers of segments are; not asked of a GPU."""
+    is_read = type(mask) is Tensor and mask.dtype is not torch.bool and mask.device.type == "cpu"
+    return is_read and bool(((mask != 0) & (mask != 1)).any())
 
 
 class Draw(NamedTuple):
@@ -163,10 +173,21 @@ def _positions(like: Tensor, counted: Tensor | None, lengths: Sequence[int]) -> 
 
 
 def _mask(like: Tensor, shape: Sequence[int], counted: Tensor) -> Tensor:
-    """What the call's mask has most, and the opposite for padding."""
+    """What the call's mask has most, and the opposite for padding; or its numbers, where it has others than these."""
     kept = like.detach().float().mean().item() >= 0.5 if like.dtype is torch.bool else True
     mask = counted[: shape[0]] if kept else ~counted[: shape[0]]
+    if like.dtype is not torch.bool:
+        mask = _numbered(local_part(like.detach()).unique().cpu(), mask)
     return mask.view(*mask.shape, *[1] * (len(shape) - 2)).expand(shape).to(like)
+
+
+def _numbered(numbers: Tensor, counted: Tensor) -> Tensor:
+    """A mask of the numbers that a call's has, in rising order; its least is padding's where that is below 1."""
+    padding = numbers[:1].clamp_max(0) if len(numbers) else torch.zeros(1)
+    kept = numbers[numbers != padding]
+    kept = kept if len(kept) else torch.ones(1)
+    places = torch.arange(counted.shape[1]) * len(kept) // counted.shape[1]
+    return torch.where(counted, kept[places], padding)
 
 
 def _floating(like: Tensor, shape: Sequence[int], generator: torch.Generator, resampled: bool) -> Tensor:
