@@ -36,7 +36,9 @@ struct Problem {
   std::vector<Time> network[2];                          // [the same] of F and B: what others can hide; empty for none
   std::vector<Time> collectives;                         // [the same] in which it is in flight; turns of W
   bool apart = false;                                    // no two F, or B, of one chunk run beside each other
+  std::vector<Time> forward_message, backward_message;   // [as lags] memory of that message; empty for none
   std::vector<Time> limit;                               // [ranks]
+  std::vector<Time> room;                                // [ranks] for messages that wait, beside the limit
   bool makespan = false;                                 // minimise makespan instead of cost
   int passes() const { return 3 * chunks * units; }
   // Whether unit k is the first of its microbatch.
@@ -96,11 +98,14 @@ void in_turns(std::vector<Turn>& passes, Time start);
 
 struct Measured {
   Time cost = -1;           // stays so when the orders cannot run
-  std::vector<Time> peaks;  // [ranks] the most that each holds
+  std::vector<Time> peaks, messages;  // [ranks] the most that passes hold, and messages beside the room for them
   std::vector<std::vector<std::pair<Time, Time>>> times;  // [ranks] when each action begins and ends
 };
 
 Measured measure(const Problem& problem, const Ordering& orders);
+
+// Whether the orders can run within the limit of every rank, the messages that wait there included.
+bool fits(const Problem& problem, const Ordering& orders);
 
 // The rows with W that follow each other grouped by chunk; the W of a fused backward follows it.
 Rows grouped(const Ordering& orders);

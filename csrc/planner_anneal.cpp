@@ -390,7 +390,9 @@ Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, con
         continue;
       }
       for (Annealer& each : all) each.commit();
-      if (cost() < best.cost) best = all[0].orders(cost());
+      if (cost() >= best.cost) continue;
+      Ordering found = all[0].orders(cost());
+      if (problems[0].forward_message.empty() || fits(problems[0], found)) best = std::move(found);
     }
   return best;
 }

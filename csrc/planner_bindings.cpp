@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "planner.h"
@@ -45,6 +46,16 @@ Problem problem_from(const py::object& source) {
       p.forward_lag[(c + 1) * m + k] = lags[c * m + k];
       p.backward_lag[c * m + k] = lags[c * m + n - 1 - k % n];
     }
+  const std::vector<Time> messages = each("message");
+  if (std::any_of(messages.begin(), messages.end(), [](Time each) { return each > 0; })) {
+    p.forward_message.assign(static_cast<std::size_t>(p.chunks) * m, 0), p.backward_message = p.forward_message;
+    for (int c = 0; c + 1 < p.chunks; c++)
+      for (int k = 0; k < m; k++) {
+        p.forward_message[(c + 1) * m + k] = messages[c * m + k];
+        p.backward_message[c * m + k] = messages[c * m + n - 1 - k % n];
+      }
+    p.room = source.attr("room").cast<std::vector<Time>>();
+  }
   p.limit = source.attr("limit").cast<std::vector<Time>>();
   p.makespan = source.attr("makespan").cast<bool>();
   return p;
@@ -121,7 +132,7 @@ Struct made_of(const Tuple& tuple) {
 
 PYBIND11_MODULE(_planner, module) {
   module.doc() = "The search core of zbkern.planning.planner, compiled.";
-  module.attr("version") = 21;  // as in native.py: one more whenever it reads a problem differently
+  module.attr("version") = 22;  // as in native.py: one more whenever it reads a problem differently
   module.def("best_rules",
              [](const py::object& source, const std::vector<RuleTuple>& tuples, int kept) {
                const Problem problem = problem_from(source);
@@ -137,7 +148,7 @@ PYBIND11_MODULE(_planner, module) {
   });
   module.def("measure", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     const Measured found = measure(problem_from(source), ordering_from(rows, fused));
-    return py::make_tuple(found.cost, found.peaks);
+    return py::make_tuple(found.cost, found.peaks, found.messages);
   });
   module.def("timed", [](const py::object& source, const Rows& rows, const std::vector<int>& fused) {
     return times_from(measure(problem_from(source), ordering_from(rows, fused)), source);

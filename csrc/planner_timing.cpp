@@ -1,10 +1,62 @@
 // What given orders cost and hold, and W that follow each other grouped by chunk.
 #include <algorithm>
+#include <cstdlib>
+#include <optional>
 
 #include "planner.h"
 #include "planner_ranks.h"
 
 namespace zbkern {
+namespace {
+
+// The memory of the messages that others may have sent before a rank takes them; see schedules/ahead.py.
+class Messages {
+ public:
+  Messages(const Problem& p, const Passes& passes, const Rows& rows)
+      : p_(p), passes_(passes), place_(p.passes()), heard_(p.ranks, std::vector<int>(p.ranks, 0)) {
+    for (const Row& row : rows) {
+      for (std::size_t k = 0; k < row.size(); k++) place_[row[k]] = static_cast<int>(k);
+      changes_.emplace_back(row.size() + 1, 0);
+    }
+    for (int c = 1; c < p.chunks; c++) in_line_ = in_line_ && std::abs(p.placement[c] - p.placement[c - 1]) <= 1;
+    if (!in_line_) told_.resize(p.passes());
+  }
+  // Every pass once, those of a rank in order, and none before its input.
+  void ran(int rank, int pass) {
+    const int half = p_.chunks * p_.units, at = pass % half, m = p_.units;
+    if (pass >= kWeight * half) return;
+    std::vector<int>& heard = heard_[rank];
+    if (const int input = passes_.input[pass]; input >= 0 && owner(input) != rank) {
+      for (std::size_t peer = 0; !in_line_ && peer < heard.size(); peer++)
+        heard[peer] = std::max(heard[peer], told_[input][peer]);
+      heard[owner(input)] = std::max(heard[owner(input)], place_[input] + 1);
+    }
+    const int taker = pass < half ? (at + m < half ? pass + m : -1) : (at >= m ? pass - m : -1);
+    if (taker < 0 || owner(taker) == rank) return;
+    const Time size = (taker < half ? p_.forward_message : p_.backward_message)[taker % half];
+    std::vector<Time>& changes = changes_[owner(taker)];
+    changes[heard[owner(taker)]] += size, changes[place_[taker] + 1] -= size;
+    if (!in_line_) told_[pass] = heard;
+  }
+  Time most(int rank) const {
+    Time now = 0, most = 0;
+    for (Time change : changes_[rank]) most = std::max(most, now += change);
+    return most;
+  }
+
+ private:
+  int owner(int pass) const { return p_.placement[pass / p_.units % p_.chunks]; }
+
+  const Problem& p_;
+  const Passes& passes_;
+  std::vector<int> place_;                 // [pass] in its row
+  std::vector<std::vector<int>> heard_;    // [rank][other] how many of its passes have been done
+  std::vector<std::vector<int>> told_;     // [pass] what its message says of that
+  std::vector<std::vector<Time>> changes_;  // [rank] of what waits, before each pass
+  bool in_line_ = true;  // a sender has then heard of a receiver's passes from the receiver alone
+};
+
+}  // namespace
 
 // Passes beside each other begin once the inputs of all have arrived. Their F take memory before any other frees some.
 Measured measure(const Problem& p, const Ordering& orders) {
@@ -12,7 +64,7 @@ Measured measure(const Problem& p, const Ordering& orders) {
   const int half = p.chunks * p.units, first_weight = kWeight * half;
   const auto is_action = [&](int pass) { return pass < first_weight || !orders.fused[pass - first_weight]; };
   Measured found;
-  found.peaks.assign(p.ranks, 0), found.times.resize(p.ranks);
+  found.peaks.assign(p.ranks, 0), found.messages = found.peaks, found.times.resize(p.ranks);
   std::vector<Time> memory(p.ranks, 0);
   std::vector<std::size_t> next(p.ranks, 0), range(p.ranks, 0);  // of its row; of those beside each other
   std::vector<int> before(p.ranks, -1);                          // the pass before this one, in turn
@@ -20,6 +72,8 @@ Measured measure(const Problem& p, const Ordering& orders) {
   std::vector<int> group, by_end;
   std::vector<Turn> turns;
   Ranks ranks(p);
+  std::optional<Messages> messages;
+  if (!p.forward_message.empty()) messages.emplace(p, passes, orders.rows);
   const auto row_of = [&](int rank) {
     const Row& row = orders.rows[rank];
     auto& times = found.times[rank];
@@ -58,6 +112,7 @@ Measured measure(const Problem& p, const Ordering& orders) {
           if ((group[i] < half) == forward) take(group[i]);
       for (std::size_t i = 0; i < group.size(); i++) {
         ranks.finish(rank, group[i], turns[i].end);
+        if (messages) messages->ran(rank, group[i]);
         if (is_action(group[i])) times.emplace_back(turns[i].begin, turns[i].end);
       }
       ranks.clock[rank] = turns[by_end.back()].end;
@@ -65,8 +120,18 @@ Measured measure(const Problem& p, const Ordering& orders) {
     waiting--;
     return true;
   };
-  if (ranks.run(row_of) && !waiting) found.cost = ranks.cost();
+  if (!ranks.run(row_of) || waiting) return found;
+  found.cost = ranks.cost();
+  for (int rank = 0; messages && rank < p.ranks; rank++)
+    found.messages[rank] = std::max<Time>(0, messages->most(rank) - p.room[rank]);
   return found;
+}
+
+bool fits(const Problem& p, const Ordering& orders) {
+  const Measured found = measure(p, orders);
+  bool all = found.cost >= 0;
+  for (int rank = 0; rank < p.ranks; rank++) all = all && found.peaks[rank] + found.messages[rank] <= p.limit[rank];
+  return all;
 }
 
 Turn turn_of(const Problem& p, int kind, int at, Time length) {

@@ -32,7 +32,7 @@ times = st.floats(0.2, 3.0)
     work=st.tuples(times, times, times),
     latency=st.floats(0, 0.5),
     held=st.floats(0.3, 1.4),
-    more=st.sampled_from(["", "saving", "overhead", "static", "uneven"]),
+    more=st.sampled_from(["", "saving", "overhead", "static", "uneven", "messages"]),
     limit=st.floats(1.0, 3.5),
     objective=st.sampled_from(["cost", "makespan"]),
     seed=st.integers(0, 3),
@@ -54,6 +54,7 @@ def test_more_effort_is_never_worse(
     given_: dict[str, object] = {"merge_saving": work[2] / 4} if more == "saving" else {}
     given_ |= {"split_overhead": min(work[1:]) / 2} if more == "overhead" else {}
     given_ |= {"static": [0.7 * (chunk % 3) for chunk in range(count)]} if more == "static" else {}
+    given_ |= {"message": [0.1 + 0.2 * (edge % 2) for edge in range(count - 1)]} if more == "messages" else {}
     activation = [1.0 + 0.3 * (chunk % 2) for chunk in range(count)] if more == "uneven" else 1.0
     costs = Costs(*work, latency, activation, held, **given_)
     find = partial(plan, costs, stages, microbatches, chunks, placement, chunks * (limit * 1.3 + 2.1))

@@ -11,7 +11,8 @@ from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, pl
 from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.memory import exceeds
 from zbkern.planning.planner import native
-from zbkern.planning.planner.annealing import timeline_of
+from zbkern.planning.planner.annealing import measured, timeline_of
+from zbkern.planning.planner.incumbents import Incumbent
 from zbkern.planning.planner.problem import ordering_of, problem_of
 from zbkern.schedules.ahead import messages_ahead
 
@@ -60,6 +61,38 @@ def test_the_compiled_core_counts_as_the_simulator_does() -> None:
     problem = problem_of(FlatCosts.of(costs, schedule.placement), 8, None, "cost")
     found = timeline_of(ordering_of(schedule), problem, "")
     assert found.peak_memory == pytest.approx(simulate(schedule, costs).peak_memory)
+
+
+@compiled
+@pytest.mark.parametrize("name", schedules.NAMES)
+@pytest.mark.parametrize("slices", [1, 3])
+def test_the_compiled_core_counts_messages_of_an_order(name: str, slices: int) -> None:
+    schedule = getattr(schedules, name)(4, 8, slices=slices)
+    edges = len(schedule.placement) - 1
+    costs = replace(COSTS, message=[0.01 * (3 + edge % 3) for edge in range(edges)])
+    flat = FlatCosts.of(costs, schedule.placement, schedule.slices)
+    problem = problem_of(flat, 8, 30.0, "cost")
+    found = measured(problem, ordering_of(schedule))
+    more = [a - b for a, b in zip(flat_costs(costs, schedule).ahead, flat.ahead, strict=True)]
+    assert [each / problem.memory_scale for each in found.messages] == pytest.approx(more, abs=1e-9)
+    roomier = problem.with_room(found.messages)
+    assert measured(roomier, ordering_of(schedule)).messages == [0] * 4
+    assert [a - b for a, b in zip(problem.limit, roomier.limit, strict=True)] == found.messages
+
+
+@compiled
+def test_orders_whose_messages_do_not_fit_are_refused_and_get_room() -> None:
+    schedule, costs = schedules.zb_v(4, 8), replace(COSTS, message=0.1)
+    flat = FlatCosts.of(costs, schedule.placement)
+    orders = ordering_of(schedule)
+    peak = max(simulate(schedule, costs).peak_memory)
+    for limit, refused in ((peak * (1 + 1e-6), False), (peak - 0.05, True)):
+        problem = problem_of(flat, 8, limit, "cost")
+        best = Incumbent(problem)
+        best.offer(orders)
+        assert best.refused == refused == (best.orders is None) == (best.beside(orders) is None)
+        assert all(a <= b for a, b in zip(best.problem.limit, problem.limit, strict=True))
+        assert best.problem != problem
 
 
 SHAPES = [(4, 1, "linear", 1), (3, 2, "v", 1), (2, 2, "loop", 1), (3, 1, "linear", 3)]

@@ -99,7 +99,7 @@ def test_orders_that_bear_delays_are_searched_for() -> None:
         search = Search(problem, 1)
         search.round(0, 1_000_000)
         if finished:
-            search.finish(2)
+            search.finish(2, SETTINGS.finish_share)
         assert choose([search], steady, 2, 1) is search
         chosen.append(search.best.orders)
     samples = at_speeds(problem, 64, 5)

@@ -21,6 +21,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import repeat
+from operator import add
+from typing import NamedTuple
 
 from zbkern.planning.costs.flat import flat_costs
 from zbkern.planning.planner import native
@@ -73,12 +75,21 @@ def search_blocks(problem: Problem, fuse: bool, effort: Effort) -> Ordering | No
     return orders if orders.rows else None
 
 
-def measured(problem: Problem, orders: Ordering) -> tuple[Ordering, Sequence[float]] | None:
-    """The orders in turn with their cost computed, and the most that every rank holds; None when they cannot run, as
-    when microbatches do not pass in order.
-    """
-    cost, peaks = native.core.measure(problem, orders.rows, orders.fused)
-    return (replace(orders, cost=cost, beside=()), peaks) if cost >= 0 else None
+class Measured(NamedTuple):
+    """Orders in turn with their cost; the most that every rank holds, messages included; and what of it are messages
+    that the problem has no room for."""
+
+    orders: Ordering
+    peaks: Sequence[int]
+    messages: Sequence[int]
+
+
+def measured(problem: Problem, orders: Ordering) -> Measured | None:
+    """None when they cannot run, as when microbatches do not pass in order."""
+    cost, passes, messages = native.core.measure(problem, orders.rows, orders.fused)
+    if cost < 0:
+        return None
+    return Measured(replace(orders, cost=cost, beside=()), [*map(add, passes, messages)], messages)
 
 
 @uncollected()
@@ -89,9 +100,9 @@ def timeline_of(orders: Ordering, problem: Problem, name: str) -> Timeline:
     schedule = Schedule(actions, problem.placement, problem.microbatches, name)._proven()
     costs = problem.flat.given
     events = events_of(actions, native.core.timed(problem, rows, orders.fused))
-    _, peaks = native.core.measure(problem, rows, orders.fused)
+    _, passes, _ = native.core.measure(problem, rows, orders.fused)
     static = flat_costs(costs, schedule).static
-    held = tuple(peak / problem.memory_scale + always for peak, always in zip(peaks, static, strict=True))
+    held = tuple(peak / problem.memory_scale + always for peak, always in zip(passes, static, strict=True))
     return Timeline(schedule, events, held, unit=costs.time_unit or "", memory_unit=costs.memory_unit or "")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import sub
 
 from zbkern.planning.planner.annealing import measured
 from zbkern.planning.planner.native import Effort
@@ -17,10 +18,15 @@ class Incumbent:
     """The best orders of a problem found so far, None at first; `bound`: a lower bound on any cost.
 
     Their W are grouped as in the schedule that is made of them, so that orders are compared by what they will cost.
+
+    problem: what is searched, with room for the messages of the last orders that would have been the best: how many
+    wait on a rank follows from the order, and no search but annealing counts them.
     """
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem = self._whole = problem
+        self._room: Sequence[int] = (0,) * problem.ranks  # for messages, beside that which the problem has
+        self.refused = False  # of the last orders, because of their messages alone
         self.orders: Ordering | None = None
         self.bound = 0
 
@@ -32,13 +38,32 @@ class Incumbent:
         """
         if orders is None:
             return
-        found = measured(self.problem, grouped(orders) if self.problem.saves else orders)
-        if found is None or not within(found[1], self.problem.limit):
+        self.refused = False
+        found = measured(self._whole, grouped(orders) if self.problem.saves else orders)
+        if found is None:
             return
         if most is None:
             most = math.inf if self.orders is None else self.orders.cost * (1 - ROUNDING)
-        if found[0].cost <= most:
-            self.orders = found[0]
+        whole, messages = self._whole, found.messages
+        if found.orders.cost > most or not within(map(sub, found.peaks, messages), whole.limit):
+            return
+        over = [peak > limit for peak, limit in zip(found.peaks, whole.limit, strict=True)]
+        self.refused = any(over)
+        if not self.refused:
+            self.orders, self._room = found.orders, messages
+        else:
+            each = zip(over, self._room, messages, strict=True)
+            self._room = [max(room, more) if is_over else room for is_over, room, more in each]
+        self.problem = whole.with_room(self._room)
+
+    def beside(self, orders: Ordering) -> Problem | None:
+        """The problem with room for the messages that these orders have; None where they do not fit."""
+        if not self._whole.has_messages:
+            return self._whole
+        found = measured(self._whole, orders)
+        if found is None or not within(found.peaks, self._whole.limit):
+            return None
+        return self._whole.with_room(found.messages)
 
     @property
     def over(self) -> bool:

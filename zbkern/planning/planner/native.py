@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-_VERSION = 21
+_VERSION = 22
 
 core: Any = None
 try:

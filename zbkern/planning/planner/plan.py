@@ -12,7 +12,7 @@ from zbkern.planning.costs.flat import FlatCosts, flat_costs
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.memory import Limit, exceeds
 from zbkern.planning.planner import native
-from zbkern.planning.planner.annealing import timeline_of
+from zbkern.planning.planner.annealing import measured, timeline_of
 from zbkern.planning.planner.beside import best_beside
 from zbkern.planning.planner.bounds import cost_bound
 from zbkern.planning.planner.idle_time import IdleTime, idle_time
@@ -21,7 +21,7 @@ from zbkern.planning.planner.lane_bounds import lanes_bound
 from zbkern.planning.planner.model_search import Candidates
 from zbkern.planning.planner.offload import MORE_MEMORY, fit, variants
 from zbkern.planning.planner.portfolio import SETTINGS
-from zbkern.planning.planner.problem import problem_of, schedule_of, serial_ordering
+from zbkern.planning.planner.problem import Problem, problem_of, schedule_of, serial_ordering
 from zbkern.planning.planner.published import MANY, generators_of
 from zbkern.planning.planner.request import Placement, PlanOptions, PlanRequest, Slices
 from zbkern.planning.planner.search import choose, search_all
@@ -138,7 +138,6 @@ def plan(
             More effort is never worse, but by 0.3% for a plan that slow ranks delay less (`PlanOptions.steady`). Of up
             to 100,000 passes, orders and cuts for 1F1B's memory and for 1.5 times as much are candidates where there is
             more; beside these two, more memory can be worse by chance, as by 2% without rounds and by 0.3% with four.
-            So can more effort near a limit, where messages take memory.
         offload, recompute: where that is faster than an order that fits as it is, the schedule has actions that offload
             activations (and what W needs) to the host and load them back, or that recompute activations; for costs that
             say what these cost.
@@ -195,12 +194,12 @@ def best_plan(request: PlanRequest) -> Plan:
 def _searched(request: PlanRequest) -> Plan:
     """The plan of an order that fits as it is: with each of some numbers of slices as if it were given, or one."""
     if request.slices != "auto":
-        return _searched_slices(request)
+        return _ordered(request)
     plans: list[Plan] = []
     refused: list[ScheduleError] = []
     for number in (1, *_best_numbers(request)):
         try:
-            plans.append(_searched_slices(replace(request, slices=number)))
+            plans.append(_ordered(replace(request, slices=number)))
         except ScheduleError as error:
             refused.append(error)
     if not plans:
@@ -220,75 +219,15 @@ def _best_numbers(request: PlanRequest) -> list[int]:
     return fitting[: SETTINGS.numbers_searched]
 
 
-def _searched_slices(request: PlanRequest) -> Plan:
-    """With slices as they are given.
-
-    How many messages wait on a rank follows from the order. So orders are searched again with room for the messages of
-    the one before until one fits: first without effort, which mostly tells how much room that is.
-    """
-    limits, fitting = request.limits, list[Plan]()
-    if limits is None or not request.has_messages:
-        return _ordered(request)
-    for effort in sorted({0, request.effort}):
-        request = replace(request, effort=effort)
-        found = _ordered(request)
-        while any(map(exceeds, found.peak_memory, limits)):
-            ahead = flat_costs(found.costs, found.schedule).ahead
-            more = tuple(map(max, ahead, request.ahead or ahead))
-            if more == request.ahead:
-                break
-            request = replace(request, ahead=more)
-            try:
-                found = _ordered(request)
-            except ScheduleError:
-                found = _one_by_one(found, request)
-        fitting.append(found)
-    best = min(fitting, key=lambda each: each._reached)
-    return _or_published(best, request) if request.ahead else best
-
-
-def _one_by_one(plan: Plan, request: PlanRequest) -> Plan:
-    """Of the same chunks one microbatch after the other: no order has fewer messages ahead. Raises ScheduleError where
-    that does not fit."""
-    limits, schedule = request.limits, plan.schedule
-    assert limits is not None
-    flat = FlatCosts.of(plan.costs, schedule.placement, schedule.slices)
-    problem = problem_of(flat, schedule.microbatches, limits, plan.objective)
-    orders = [schedule_of(serial_ordering(problem, fuse), problem, "plan-serial") for fuse in (False, True)]
-    timelines = [simulate(each, plan.costs) for each in orders]
-    fitting = [each for each in timelines if not any(map(exceeds, each.peak_memory, limits))]
-    if not fitting:
-        least, unit = min(max(each.peak_memory) for each in timelines), plan.costs.memory_unit
-        raise ScheduleError(
-            f"plan: no schedule fits memory_limit={amount(max(limits), unit)}: one microbatch after the other holds "
-            f"{enough(least, unit)} with its messages"
-        )
-    return replace(plan, timeline=min(fitting, key=lambda each: getattr(each, plan.objective)))
-
-
-def _or_published(plan: Plan, request: PlanRequest) -> Plan:
-    """The plan, whose search left room for messages of other orders, or a published schedule that fits and is better;
-    with the bound of any order that fits."""
-    schedule, limits, objective = plan.schedule, request.limits, plan.objective
-    flat, count = FlatCosts.of(plan.costs, schedule.placement, schedule.slices), schedule.microbatches
-    assert limits is not None
-    best = plan.timeline
-    for make in generators_of(schedule.placement) if len(schedule.units) * len(schedule.placement) <= MANY else ():
-        timeline = simulate(make(schedule.ranks, count, slices=schedule.slices), plan.costs)
-        if not any(map(exceeds, timeline.peak_memory, limits)):
-            best = min(best, timeline, key=lambda each: getattr(each, objective))
-    found = _plan_of(best, flat, limits, objective, _bound(flat, count, limits, objective))
-    return replace(found, effort=plan.effort, partition=plan.partition, layers=plan.layers)
-
-
 def _ordered(request: PlanRequest) -> Plan:
-    """Of the candidates the best order, which fits beside the messages that the request has room for."""
+    """Of the candidates the best order, with slices as they are given. Raises ScheduleError where none is found."""
     costs, options = request.costs, request.options
     candidates = Candidates(request).searches()
     rounds = search_all(candidates, request.effort, options.progress)
     found = choose(candidates, options.steady, rounds, request.effort)
-    assert found.best.orders is not None
     problem, orders, name = found.problem, found.best.orders, f"plan-{found.name}"
+    if orders is None:
+        raise _too_many_messages(request, problem)
     if problem.passes > MANY and len(problem.slices) == 1:
         timeline = timeline_of(orders, problem, name)
     else:
@@ -299,6 +238,22 @@ def _ordered(request: PlanRequest) -> Plan:
     made = _plan_of(timeline, problem.flat, request.limits, options.objective, found.bound)
     layers = None if isinstance(costs, Costs) else tuple(layer.name for layer in costs.layers)
     return replace(made, effort=rounds, partition=found.partition, layers=layers)
+
+
+def _too_many_messages(request: PlanRequest, problem: Problem) -> ScheduleError:
+    """The error where not even one microbatch after the other fits: no order has fewer messages that wait."""
+    limits, unit, static = request.limits, request.costs.memory_unit, problem.flat.static
+    assert limits is not None
+    least = math.inf
+    for fuse in (False, True):
+        found = measured(problem, serial_ordering(problem, fuse))
+        assert found is not None
+        held = (peak / problem.memory_scale + always for peak, always in zip(found.peaks, static, strict=True))
+        least = min(least, max(held))
+    return ScheduleError(
+        f"plan: no schedule fits memory_limit={amount(max(limits), unit)}: one microbatch after the other holds "
+        f"{enough(least, unit)} with its messages"
+    )
 
 
 def _judged(request: PlanRequest) -> Plan:

@@ -30,11 +30,10 @@ SETTINGS = SearchSettings()
 
 def add_serial(best: Incumbent) -> None:
     """Adds what fits whenever anything does: building blocks, or one microbatch after the other."""
-    problem = best.problem
-    for fuse in (False, True)[: 1 + problem.may_fuse]:
-        if len(problem.slices) > 1:  # blocks of slices hold two microbatches at once
-            best.offer(serial_ordering(problem, fuse))
-        best.offer(search_blocks(problem, fuse, Effort()))
+    for fuse in (False, True)[: 1 + best.problem.may_fuse]:
+        # blocks of slices hold two microbatches at once, and others have more messages
+        best.offer(serial_ordering(best.problem, fuse))
+        best.offer(search_blocks(best.problem, fuse, Effort()))
 
 
 _Find = Callable[[Problem, Sequence[int], int], list[tuple[int, int]]]
@@ -124,13 +123,16 @@ class Population:
     """
 
     def __init__(self, best: Incumbent, pattern_passes: int) -> None:
-        problem = self.problem = best.problem
         self.best, self._pattern = best, first_pattern(best, pattern_passes)
         self._by_pattern: Ordering | None = None
         self._member: Ordering | None = None  # the best of the last round
         self._changed: dict[int, tuple[Rule, int]] = {}  # what became of a candidate's rule, after how many tries
         best.offer(warm_start(best))
-        self._long = problem.chunks > SETTINGS.long_chunks * problem.ranks
+        self._long = self.problem.chunks > SETTINGS.long_chunks * self.problem.ranks
+
+    @property
+    def problem(self) -> Problem:
+        return self.best.problem
 
     def round(self, passes: int, seed: int, rules: Sequence[tuple[int, Rule]]) -> None:
         """Runs about `passes` passes, and where there is a pattern a quarter as many in the search for a better one.
@@ -140,7 +142,7 @@ class Population:
         pattern, refined = self._patterned(passes // 4, seed), self._refined(rules, passes // 4, seed)
         members = [pattern, self._member, self.best.orders, refined]
         members += [self._block(passes // 8, 2 * seed + which) for which in range(2)]
-        by_cost = {orders.cost: orders for orders in members if orders is not None}
+        by_cost = {each.cost: each for each in members if each is not None and self.best.beside(each) is not None}
         most = max(2, passes // (SETTINGS.least_runs * self.problem.passes))
         distinct = sorted(by_cost.values(), key=lambda orders: (orders is not pattern, orders.cost))[:most]
         short = passes // ((2 if self._long else 1) * len(distinct)) if distinct else 0
@@ -154,11 +156,12 @@ class Population:
         self._member = min(distinct, key=lambda orders: orders.cost, default=None)
 
     def _annealed(self, start: Ordering, passes: int, seed: int, cooling: tuple[float, int]) -> Ordering:
-        if self.best.over:
+        problem = self.best.beside(start)
+        if self.best.over or problem is None:
             return start
         hot, spread = cooling
-        effort = self.best.effort(seed, temperatures(self.problem, hot), passes, spread)
-        found = anneal(self.problem, start, effort)
+        effort = self.best.effort(seed, temperatures(problem, hot), passes, spread)
+        found = anneal(problem, start, effort)
         self.best.offer(found)
         return found
 
@@ -193,9 +196,12 @@ class Population:
             cooling = temperatures(self.problem, hot[(seed + attempt) % len(hot)])
             effort = self.best.effort(seed << 16 | attempt, cooling, 2 * moves // attempts, SETTINGS.pattern_spread)
             found = search_patterns(self.problem, self._pattern, effort)
-            if found is not None and (self._by_pattern is None or found[0].cost < self._by_pattern.cost):
-                self._by_pattern = found[0]
-                self.best.offer(self._by_pattern)
+            if found is None:  # there is less room than there was for it
+                self._pattern = first_pattern(self.best, passes // 4)
+            elif self._by_pattern is None or found[0].cost < self._by_pattern.cost:
+                self.best.offer(found[0])
+                if self.best.beside(found[0]) is not None:
+                    self._by_pattern = found[0]
         return self._by_pattern
 
     def _block(self, passes: int, seed: int) -> Ordering | None:

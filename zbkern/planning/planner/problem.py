@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
+from operator import add, sub
 from typing import NamedTuple
 
 from zbkern.planning.costs.flat import FlatCosts
@@ -28,6 +29,7 @@ Rows = list[list[int]]
 
 _TIME_SCALE = 2.0**46  # of all work done one pass after the other
 _MEMORY_SCALE = 2.0**52  # of all microbatches at once, so that numbers do not depend on the limit
+_UNLIMITED = 2.0**60
 _SLACK = 1e-9  # relative, of a limit: sums of fractions of one number differ in the last digits
 
 
@@ -36,7 +38,7 @@ class PassCosts(NamedTuple):
 
     communication: of F's message to the next chunk; 0 within a rank. activation: memory that F takes; freed: what B
     frees of it, and held what it leaves for W. network_forward, network_backward: of the times of F, and of B, what
-    passes beside them can hide, in so many collectives.
+    passes beside them can hide, in so many collectives. message: memory of that to the next chunk; 0 within a rank.
     """
 
     forward: tuple[int, ...]
@@ -51,6 +53,7 @@ class PassCosts(NamedTuple):
     network_forward: tuple[int, ...]
     network_backward: tuple[int, ...]
     collectives: tuple[int, ...]
+    message: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,8 @@ class Problem:
     """A planning problem. One unit of time here is 1 / time_scale of the costs'.
 
     units: slices of all microbatches. by_chunk: what passes cost. limit: of each rank, beside what it holds all the
-    time. apart: no two F, or B, of one chunk run beside each other. flat: what it was made from.
+    time and `room`, which is that for messages that wait there: more of them have to be within the limit, too. apart:
+    no two F, or B, of one chunk run beside each other. flat: what it was made from.
     """
 
     ranks: int
@@ -68,6 +72,7 @@ class Problem:
     placement: tuple[int, ...]
     by_chunk: tuple[PassCosts, ...]
     limit: tuple[int, ...]
+    room: tuple[int, ...]
     makespan: bool
     time_scale: float
     memory_scale: float
@@ -98,6 +103,7 @@ class Problem:
             fused = tuple(b + w if abs(both - b - w) <= 1 else both for both, b, w in both_and_parts)
             apart = placement[chunk] != placement[min(chunk + 1, chunks - 1)]
             lags = [each.communication[chunk] if apart else 0.0 for each in by_slice]
+            messages = [each.message[chunk] if apart else 0.0 for each in by_slice]
             held = [each.held[chunk] for each in reversed(by_slice)]
             memory = taken_memory(flat, chunk), freed_memory(flat, chunk), held
             forward = scaled([each.forward[chunk] for each in by_slice], time_scale)
@@ -105,8 +111,8 @@ class Problem:
             network_forward = scaled([each.network_forward[chunk] for each in by_slice], time_scale)
             network_backward = scaled([each.network_backward[chunk] for each in reversed(by_slice)], time_scale)
             turns = (max(1, round(flat.whole.collectives[chunk])),) * len(by_slice)
-            taken, freed, left = (scaled(each, memory_scale) for each in memory)
-            return PassCosts(*times, taken, freed, left, network_forward, network_backward, turns)
+            taken, freed, left, sent = (scaled(each, memory_scale) for each in (*memory, messages))
+            return PassCosts(*times, taken, freed, left, network_forward, network_backward, turns, sent)
 
         return cls(
             ranks=max(placement) + 1,
@@ -116,11 +122,22 @@ class Problem:
             placement=placement,
             by_chunk=tuple(map(of_chunk, range(chunks))),
             limit=scaled([min(value, unlimited) * (1 + _SLACK) for value in limit], memory_scale),
+            room=tuple(
+                round(min(ahead + max(0.0, value - unlimited), _UNLIMITED / memory_scale) * memory_scale)
+                for value, ahead in zip(limit, flat.ahead, strict=True)
+            ),
             makespan=makespan,
             time_scale=time_scale,
             memory_scale=memory_scale,
             flat=flat,
         )
+
+    def with_room(self, messages: Sequence[int]) -> Problem:
+        """The same with more room for messages."""
+        if not any(messages):
+            return self
+        room, limit = map(add, self.room, messages), map(sub, self.limit, messages)
+        return replace(self, room=tuple(room), limit=tuple(limit))
 
     @property
     def passes(self) -> int:
@@ -153,6 +170,11 @@ class Problem:
     @property
     def has_network(self) -> bool:
         return any(any(each.network_forward) or any(each.network_backward) for each in self.by_chunk)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether messages take memory."""
+        return any(any(each.message) for each in self.by_chunk)
 
     @property
     def order_of_backward(self) -> list[int]:
@@ -266,10 +288,11 @@ def fewer_ranks(problem: Problem, count: int) -> Problem:
         placement=tuple(kept.index(problem.placement[chunk]) for chunk in chunks),
         by_chunk=tuple(problem.by_chunk[chunk] for chunk in chunks),
         limit=tuple(-(-problem.limit[rank] * count // problem.ranks) for rank in kept),
+        room=tuple(problem.room[rank] for rank in kept),
     )
 
 
-def within(peaks: Sequence[float], limit: Sequence[int]) -> bool:
+def within(peaks: Iterable[float], limit: Sequence[int]) -> bool:
     """Whether no rank exceeds its limit."""
     return all(peak <= most for peak, most in zip(peaks, limit, strict=True))
 

@@ -119,10 +119,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest(Request):
-    """What `plan` is asked for; see there.
-
-    ahead: by rank, the room that is left for messages, where it is more than for the largest one.
-    """
+    """What `plan` is asked for; see there."""
 
     function: str = "plan"
     microbatches: int
@@ -131,7 +128,6 @@ class PlanRequest(Request):
     recompute: bool
     slices: Slices
     options: PlanOptions
-    ahead: tuple[float, ...] = ()
     schedule: str | None = None  # a published one, for which there is no search
 
     by_chunks: ClassVar[tuple[str, str, str]] = ("linear", "v", "zigzag")
@@ -167,14 +163,6 @@ class PlanRequest(Request):
         told, partition = super().chunks_told, self.options.partition
         return max(1, len(partition) // self.stages) if told is None and partition is not None else told
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether messages take memory."""
-        costs = self.costs
-        if isinstance(costs, ModelCosts):
-            return any(layer.output for layer in costs.layers)
-        return any(costs.message) if isinstance(costs.message, tuple) else costs.message > 0  # type: ignore[operator]
-
     def slices_to_try(self) -> list[tuple[int, ...]]:
         """Lengths of slices: those that are given, or of so many both equal times and equal lengths.
 
@@ -202,8 +190,6 @@ class PlanRequest(Request):
 
     def problem(self, flat: FlatCosts) -> Problem:
         """That of chunks with these costs. Raises DoesNotFit when nothing fits."""
-        if self.ahead:
-            flat = replace(flat, ahead=tuple(map(max, flat.ahead, self.ahead)))
         problem = problem_of(flat, self.microbatches, self.memory_limit, self.options.objective)
         return replace(problem, apart=self.options.fully_shard)
 

@@ -18,6 +18,7 @@ from zbkern.planning.planner.portfolio import SETTINGS, Population, add_serial, 
 from zbkern.planning.planner.problem import Ordering, Problem
 from zbkern.planning.planner.published import MANY, published_orders
 
+_TIMES = 4  # rules are tried, with more room for messages than before
 _NEAR = 0.003  # relative: so much more may orders cost that bear delays better than the best do
 
 
@@ -79,7 +80,10 @@ class Search:
         """The constructive answer: the best of some rules, tried on at most so many passes. Again with more, or not."""
         if passes > self._tried:
             self._tried = passes
-            found = best_tried_rules(self.best, passes, shares)
+            for _ in range(_TIMES):
+                found = best_tried_rules(self.best, passes, shares)
+                if not self.best.refused:
+                    break
             self._rules = [*found, *self._rules][: 2 * SETTINGS.refined_rules]
         if self.best.orders is None:
             add_serial(self.best)
@@ -91,29 +95,31 @@ class Search:
             self._population = Population(self.best, passes // 8)
         self._population.round(passes, self._seed * 64 + number, self._rules)
 
-    def finish(self, rounds: int) -> None:
-        """Anneals the best orders once more, at low temperatures, for a quarter of what the next round would take.
+    def finish(self, rounds: int, share: float) -> None:
+        """Anneals the best orders once more, at low temperatures, for this share of what the next round would take.
 
         Rounds end hot, and with a spread that fills every gap: this takes 0.1 to 0.8% from their cost.
         """
-        self.best.offer(self._annealed(SETTINGS.finish_share, rounds))
+        self.best.offer(self._annealed(share, rounds))
 
-    def make_steady(self, rounds: int, most: float) -> None:
+    def make_steady(self, rounds: int, share: float, most: float) -> None:
         """The same where ranks are slower or faster, twice as long: it makes gaps where they are of use.
 
         What it finds is taken where its objective is no more than `most`.
         """
-        samples = at_speeds(self.problem, SETTINGS.samples, 2 * self._seed)
-        self.best.offer(self._annealed(2 * SETTINGS.finish_share, rounds, samples), most * self.problem.time_scale)
+        found = self._annealed(2 * share, rounds, SETTINGS.samples)
+        self.best.offer(found, most * self.problem.time_scale)
 
-    def _annealed(self, share: float, rounds: int, samples: Sequence[Problem] = ()) -> Ordering | None:
-        if self.best.orders is None:
+    def _annealed(self, share: float, rounds: int, count: int = 0) -> Ordering | None:
+        """count: of samples of the ranks' speeds."""
+        if self.best.orders is None or (problem := self.best.beside(self.best.orders)) is None:
             return None
+        samples = at_speeds(problem, count, 2 * self._seed) if count else ()
         passes = min(SETTINGS.first_round, SETTINGS.most_runs * self.problem.passes) * 2**rounds
         effort = self.best.effort(self._seed, temperatures(self.problem, *SETTINGS.finish), int(share * passes), 0)
         if samples:  # orders that cost no less may bear delays better
             effort = effort._replace(target=0)
-        return anneal(self.problem, self.best.orders, effort, samples)
+        return anneal(problem, self.best.orders, effort, samples)
 
 
 def search_all(searches: Sequence[Search], effort: int, progress: Callable[[str], None] = lambda line: None) -> int:
@@ -137,9 +143,15 @@ def search_all(searches: Sequence[Search], effort: int, progress: Callable[[str]
         for each in going_on:
             each.round(rounds, first_round * 2**rounds // len(going_on))
         rounds += 1
-        min(searches, key=lambda each: each.reached).finish(rounds)  # after each, so that more are never worse
+        min(searches, key=lambda each: each.reached).finish(
+            rounds, _finish_share(searches)
+        )  # after each, so that more are never worse
     progress("")
     return rounds
+
+
+def _finish_share(searches: Sequence[Search]) -> float:
+    return SETTINGS.finish_share if len(searches) == 1 else SETTINGS.finish_share_of_several
 
 
 def _describe(search: Search, rounds: int) -> str:
@@ -165,5 +177,5 @@ def choose(searches: Sequence[Search], steady: bool, rounds: int, effort: int) -
     if steady and rounds and not (optimal and reached >= published * (1 - ROUNDING)):
         # what was optimal after few rounds is made to bear delays for as long as all others
         most = min(first.reached * (1 if optimal else 1 + _NEAR) * (1 + ROUNDING), published * (1 - ROUNDING))
-        first.make_steady(effort if optimal else rounds, most)
+        first.make_steady(effort if optimal else rounds, _finish_share(searches), most)
     return first

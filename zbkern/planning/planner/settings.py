@@ -63,6 +63,7 @@ class SearchSettings:
 
     finish: tuple[float, float] = (0.01, 0.001)  # the first and the last temperature after every round
     finish_share: float = 0.25  # of the next round; where ranks are slower or faster, twice as long
+    finish_share_of_several: float = 1.0  # where there are several candidates, the work of whose rounds is divided
     samples: int = 16  # of the ranks' speeds, where they are slower or faster: with 8 what is found suits these alone
 
     chunks_per_rank: tuple[int, ...] = (1, 2, 3, 4, 6, 8)  # of layers: as many of these as there are layers
