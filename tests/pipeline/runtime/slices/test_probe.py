@@ -472,7 +472,7 @@ def test_padding_counts_also_where_the_first_batch_has_none(forgets: bool) -> No
 
 
 class Segments(nn.Module):
-    """Attention within segments, which the mask numbers; 0 is padding. hands_on: those of slices before."""
+    """Attention within segments, which the mask numbers; 0 is padding. hands_on: the numbers, and not that alone."""
 
     def __init__(self, hands_on: bool) -> None:
         super().__init__()
@@ -483,7 +483,8 @@ class Segments(nn.Module):
         of_keys = attention_mask
         if carry is not None:
             k, v, seen = (carry.append(name, each, 1) for name, each in zip("kvm", (k, v, attention_mask), strict=True))
-            of_keys = seen if self.hands_on else F.pad(attention_mask, (carry.start, 0), value=1)
+            before = seen[:, : carry.start] if self.hands_on else (seen[:, : carry.start] != 0).to(seen.dtype)
+            of_keys = torch.cat([before, attention_mask], 1)
         own = torch.eye(k.shape[1], dtype=torch.bool)[carry.start if carry else 0 :]
         causal = torch.ones_like(own).tril(k.shape[1] - q.shape[1])
         same = (attention_mask[..., None] == of_keys[:, None]) & (of_keys[:, None] != 0)
