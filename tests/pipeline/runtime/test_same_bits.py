@@ -75,7 +75,7 @@ def found(
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=48,
@@ -120,7 +120,7 @@ def found(
 )
 def test_every_pipeline_has_the_bits_of_one_stage(dtype: torch.dtype, packed: bool) -> None:
     one = found(schedules.one_f_one_b, 1, dtype, packed, False, True)
-    assert len(one) > 200
+    assert len(one) > 100
     for make, ranks in SCHEDULES:
         assert_same(one, found(make, ranks, dtype, packed, False, True))
     assert_same(one, found(schedules.zb_h1, 2, dtype, packed, False, True, "eager"))
