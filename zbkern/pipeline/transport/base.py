@@ -115,8 +115,7 @@ class Transport(ABC):
 
     def forget(self, step: int) -> None:
         """Drops messages to this rank of steps before `step`, arrived or not: nobody will ask for them."""
-        for message, works in self._mailbox.forget(step):
-            self._settle(message, works)
+        self._mailbox.forget(step)  # torch keeps memory that NCCL still writes into
 
     def gather(self, value: Any, timeout: float | None = None, call: str = "gather") -> list[Any]:
         """One value of every rank, by rank: numbers, strings, and containers and NamedTuples of them; collective.

@@ -123,12 +123,12 @@ class Mailbox:
             self._closed.add(peer)
             self._changed.notify_all()
 
-    def forget(self, step: int) -> list[Any]:
-        """Drops the messages of steps before `step`, those that come later, too; returns what was there."""
+    def forget(self, step: int) -> None:
+        """Drops the messages of steps before `step`, those that come later, too."""
         with self._changed:
             self._first_step = step
-            old = [tag for tag in self._messages if isinstance(tag, Tag) and tag.step < step]
-            return [self._messages.pop(tag) for tag in old]
+            for tag in [tag for tag in self._messages if isinstance(tag, Tag) and tag.step < step]:
+                del self._messages[tag]
 
     def peek(self, tag: Any) -> Any:
         return self._messages.get(tag)
