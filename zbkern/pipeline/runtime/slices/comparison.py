@@ -88,7 +88,7 @@ class Comparison:
         undrawn = Undrawn(per_forward=case.parts is None) if self._draws else None
         alike = Alike(case.passes, case.tokens) if case.alike else None
         watching = self._watching = Watching(case, trains, self._rounding, alike)
-        runs = Runs(self._module, self._call, case, trains, self._traces, watching, alike, undrawn)
+        runs = Runs(self._module, self._call, self._traces, watching, undrawn)
         try:
             whole = self._run_whole(case, runs)
             if case.may_end and alike is not None and not alike.chooses:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
-from zbkern.pipeline.runtime.slices.alike import Alike
 from zbkern.pipeline.runtime.slices.carry import Carries, carries_of
-from zbkern.pipeline.runtime.slices.case import Case, Found, Unable, is_of
+from zbkern.pipeline.runtime.slices.case import Found, Unable, is_of
 from zbkern.pipeline.runtime.slices.differences import are_close
 from zbkern.pipeline.runtime.slices.sliced_batch import cut
 from zbkern.pipeline.runtime.slices.traces import Traces, take_gradients
@@ -27,21 +26,18 @@ from zbkern.wgrad import WGradQueue
 
 
 class Runs:
-    """Of one case. module, call: it, and how it is called. trains: with backwards."""
+    """Of the case that is watched. module, call: it, and how it is called."""
 
     def __init__(
         self,
         module: nn.Module,
         call: Callable[..., Any],
-        case: Case,
-        trains: bool,
         traces: Traces,
         watching: Watching,
-        alike: Alike | None,
         undrawn: Undrawn | None,
     ) -> None:
-        self._module, self._call, self._case, self._trains = module, call, case, trains
-        self._traces, self._watching, self._alike, self._undrawn = traces, watching, alike, undrawn
+        self._module, self._call, self._traces, self._undrawn = module, call, traces, undrawn
+        self._watching, self._case = watching, watching.case
         self.places: Sequence[tuple[int, int]] = []  # of parts, once these run
 
     def whole(self) -> Found:
@@ -96,13 +92,14 @@ class Runs:
             carried = carries.begin(number, lengths[number], inputs, sum(lengths))
             share = self._share(lengths[number], carried.get("carry"))
             self._watching.begin(places[number])
-            if self._alike is not None:
-                self._alike.begin(places[number], tensors_in(inputs), self._watching.running)
+            alike = self._watching.alike
+            if alike is not None:
+                alike.begin(places[number], tensors_in(inputs), self._watching.running)
             with (
-                torch.set_grad_enabled(self._trains),
+                torch.set_grad_enabled(self._watching.trains),
                 queue.defer(number),
                 losses.during(number, share),
-                nullcontext() if self._alike is None else self._alike,
+                nullcontext() if alike is None else alike,
                 self._calm(number),
             ):
                 queue._in_slice = in_slices
@@ -123,7 +120,7 @@ class Runs:
             outputs.append(output)
             given.append([leaf for leaf in tensors_in(inputs) if leaf.requires_grad])
         leaves = [*map(tensors_in, outputs)]
-        if not self._trains:
+        if not self._watching.trains:
             queue.discard()  # W of losses that compute their gradients in a forward
             return Found(_detached(leaves), [], {}, self._traces.buffers())
         cotangents = self._cotangents(leaves)
@@ -172,7 +169,7 @@ class Runs:
 
         def own(leaf: Tensor) -> Tensor:
             values = leaf.detach() / shares if id(leaf) in whole else leaf.detach().clone()
-            return values.requires_grad_(leaf.requires_grad and self._trains)
+            return values.requires_grad_(leaf.requires_grad and self._watching.trains)
 
         keywords = {**side, **more}  # copies, which the module may write into
         return pytree.tree_map_only(Tensor, own, inputs), pytree.tree_map_only(Tensor, Tensor.clone, keywords)

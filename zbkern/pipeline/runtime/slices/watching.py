@@ -53,7 +53,7 @@ class Watching:
     `begin_parts`, those of parts."""
 
     def __init__(self, case: Case, trains: bool, rounding: Rounding, alike: Alike | None) -> None:
-        self._case, self._trains, self._rounding, self._alike = case, trains, rounding, alike
+        self.case, self.trains, self._rounding, self.alike = case, trains, rounding, alike
         self.running: list[str] = []  # parts, the innermost last
         self.is_on = False
         self.begin_whole()
@@ -116,14 +116,14 @@ class Watching:
 
     def _seen(self, key: Key, leaf: Any) -> Any:
         """Keeps what is returned for the whole, and gives it in the place of what is returned for a part."""
-        if self._alike is not None and not key.is_input:
-            self._alike.note(leaf)
+        if self.alike is not None and not key.is_input:
+            self.alike.note(leaf)
         tensor = leaf if type(leaf) is Tensor else local_part(arrived(leaf))
         if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dim() < 2 or not tensor.numel():
             return leaf
         self._rounding.note(tensor)
         if not self._in_parts:
-            return self._kept(key, leaf, tensor) if tensor.shape[1] == self._case.tokens else leaf
+            return self._kept(key, leaf, tensor) if tensor.shape[1] == self.case.tokens else leaf
         whole, known = self.whole.get(key), self._found(leaf)
         if known is not None and known is whole:
             return leaf  # it was compared where it was returned
@@ -137,8 +137,8 @@ class Watching:
         if whole.is_followed and forced.requires_grad:
             forced.register_hook(partial(self._arrived, whole, self._place))
         self._known[id(forced)] = forced, forced._version, whole
-        if self._alike is not None:
-            self._alike.note(forced)
+        if self.alike is not None:
+            self.alike.note(forced)
         return forced
 
     def _kept(self, key: Key, leaf: Any, tensor: Tensor) -> Any:
@@ -149,7 +149,7 @@ class Watching:
                 known.taker = key.part
             return leaf
         whole = self.whole[key] = Whole(key, tensor.detach().clone())
-        if key.is_input or type(leaf) is not Tensor or not leaf.requires_grad or not self._trains:
+        if key.is_input or type(leaf) is not Tensor or not leaf.requires_grad or not self.trains:
             return leaf
         copy = leaf.clone()
         self._known[id(copy)] = copy, copy._version, whole
@@ -170,7 +170,7 @@ class Watching:
             return
         off = sizes_of(torch.where(expected == tensor, 0, off))
         off = off.masked_fill(expected.isnan().unsqueeze(-1).flatten(2).any(2), 0)
-        counted = self._case.counted
+        counted = self.case.counted
         if counted is not None:
             if sizes.shape != counted.shape:
                 return
@@ -184,7 +184,7 @@ class Watching:
             whole.gradient = torch.zeros_like(whole.tensor)
         wanted = whole.gradient[:, place]
         off = torch.where(wanted == gradient, 0, wanted - gradient)
-        counted = self._case.counted
+        counted = self.case.counted
         if counted is not None:
             counted = counted[:, place] if off.shape[:2] == counted[:, place].shape else None
         self.off.append((whole, largest(off if counted is None else off[counted])))
