@@ -24,8 +24,8 @@ from zbkern.pipeline.runtime.slices.differences import Rounding
 from zbkern.pipeline.runtime.slices.runs import Runs
 from zbkern.pipeline.runtime.slices.traces import Traces, are_same
 from zbkern.pipeline.runtime.slices.undrawn import Undrawn
-from zbkern.pipeline.runtime.slices.verdict import Verdict
 from zbkern.pipeline.runtime.slices.watching import Watching
+from zbkern.pipeline.runtime.slices.what_differs import Verdict
 from zbkern.wgrad.queue import thread
 
 _OTHERS = 2

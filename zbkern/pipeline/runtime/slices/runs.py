@@ -18,8 +18,8 @@ from zbkern.pipeline.runtime.slices.differences import are_close
 from zbkern.pipeline.runtime.slices.sliced_batch import cut
 from zbkern.pipeline.runtime.slices.traces import Traces, take_gradients
 from zbkern.pipeline.runtime.slices.undrawn import Undrawn
-from zbkern.pipeline.runtime.slices.verdict import named
 from zbkern.pipeline.runtime.slices.watching import Watching
+from zbkern.pipeline.runtime.slices.what_differs import named
 from zbkern.pipeline.transport.tensors import local_part, tensors_in
 from zbkern.schedules import gpipe
 from zbkern.wgrad import WGradQueue
