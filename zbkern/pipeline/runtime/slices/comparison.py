@@ -25,7 +25,7 @@ from zbkern.pipeline.runtime.slices.runs import Runs
 from zbkern.pipeline.runtime.slices.traces import Traces, are_same
 from zbkern.pipeline.runtime.slices.undrawn import Undrawn
 from zbkern.pipeline.runtime.slices.watching import Watching
-from zbkern.pipeline.runtime.slices.what_differs import Verdict
+from zbkern.pipeline.runtime.slices.what_differs import WhatDiffers
 from zbkern.wgrad.queue import thread
 
 _OTHERS = 2
@@ -96,10 +96,10 @@ class Comparison:
             try:
                 found = runs.parts(case.lengths)
             except Unable:  # it may come of what differs: the carry raises where a slice does not go on from a state
-                if (wrong := self._verdict(case, runs, watching, alike).first_that_differs()) is not None:
+                if (wrong := self._what_differs(runs, watching).in_a_part()) is not None:
                     return wrong
                 raise
-            return self._verdict(case, runs, watching, alike).difference(whole, found)
+            return self._what_differs(runs, watching).first(whole, found)
         finally:
             watching.forget()
             if alike is not None:
@@ -107,8 +107,8 @@ class Comparison:
                 if alike.fault is not None:  # whatever the module has made of it
                     raise Fault(alike.fault) from alike.fault
 
-    def _verdict(self, case: Case, runs: Runs, watching: Watching, alike: Alike | None) -> Verdict:
-        return Verdict(self._module, case, runs.places, watching, alike, self._rounding.limit)
+    def _what_differs(self, runs: Runs, watching: Watching) -> WhatDiffers:
+        return WhatDiffers(self._module, runs.places, watching, self._rounding.limit)
 
     def _run_whole(self, case: Case, runs: Runs) -> Found:
         found, drawn = runs.whole(), self._traces.drawn()

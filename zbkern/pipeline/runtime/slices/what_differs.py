@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zbkern.pipeline.runtime.slices.alike import Alike
 from zbkern.pipeline.runtime.slices.case import Case, Found, is_of
 from zbkern.pipeline.runtime.slices.differences import (
     EXACT,
@@ -23,26 +22,28 @@ from zbkern.pipeline.runtime.slices.watching import Watching
 from zbkern.pipeline.transport.tensors import local_part, tensors_in
 
 
-class Verdict(NamedTuple):
-    """Of a case, whose parts were these places. exact: how much rounding may leave."""
+class WhatDiffers(NamedTuple):
+    """Of a case that was watched, whose parts were these places. exact: how much rounding may leave."""
 
     module: nn.Module
-    case: Case
     places: Sequence[tuple[int, int]]
     watching: Watching
-    alike: Alike | None
     exact: float
 
-    def difference(self, whole: Found, found: Found) -> str | None:
-        """What differs, and by how much; None where nothing does."""
+    @property
+    def case(self) -> Case:
+        return self.watching.case
+
+    def first(self, whole: Found, found: Found) -> str | None:
+        """Where they first differ, and by how much; None where nothing does."""
         return (
-            self.first_that_differs()
+            self.in_a_part()
             or self._other_numbers_compared()
             or self._other_outputs(whole, found)
             or self._other_gradients(whole, found)
         )
 
-    def first_that_differs(self) -> str | None:
+    def in_a_part(self) -> str | None:
         """The part that first returned something else, or was given another gradient, and by how much."""
         exact = self.exact
         wrong = [(key, error) for key, error in self.watching.errors if not error <= exact]
@@ -63,7 +64,8 @@ class Verdict(NamedTuple):
 
     def _other_numbers_compared(self) -> str | None:
         """What is compared with a threshold, or is one, that is another number for a part."""
-        compared = {} if self.alike is None else self.alike.compared
+        alike = self.watching.alike
+        compared = {} if alike is None else alike.compared
         expected = compared.get((0, self.case.tokens), [])
         for place in self.places:
             for (name, one), (_, other) in zip(expected, compared.get(place, []), strict=False):
