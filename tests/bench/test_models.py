@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 
 from bench import context, models
+from zbkern.pipeline import plan
+
+RESULTS = Path(models.__file__).parent / "results" / "models.json"
 
 
 @pytest.mark.slow
@@ -24,6 +29,20 @@ def test_plans_of_known_models(capsys: pytest.CaptureFixture, monkeypatch: pytes
     more = models.figures("llama-3-8b", "h100", 1, 1.5, 0)
     assert more["limit"] == 1.5 * found["limit"]
     assert more["plan"] <= more["best_cost"] * (1 + 1e-9)
+
+
+BEFORE = {"llama-3-8b": 4217.6, "qwen3-235b": 3459.5, "gpt-oss-120b": 2406.8, "gemma-2-9b": 2462.2}
+"""The plan of whole blocks, in ms, in a limit that counted no messages, for 1F1B neither."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BEFORE)
+def test_messages_in_the_limit_make_plans_no_slower(name: str) -> None:
+    known = {row["model"]: row for row in json.loads(RESULTS.read_text())["figures"]["rows"]}
+    case = models.CASES[name]
+    costs = case.setting(name, "h100").costs
+    found = plan(costs, case.stages, 4 * case.stages, memory_limit=known[name]["limit"])
+    assert found.timeline.cost <= 1.001 * BEFORE[name]
 
 
 @pytest.mark.slow
