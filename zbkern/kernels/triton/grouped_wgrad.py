@@ -27,7 +27,7 @@ from zbkern.kernels.triton.matmul_tile import (
     precision,
     tile_index,
 )
-from zbkern.kernels.triton.multi_matmul import SLOTS, columns, store_tile
+from zbkern.kernels.triton.multi_matmul import columns, of_one_layout, store_tile
 from zbkern.kernels.triton.wgrad import sum_rows
 
 
@@ -128,8 +128,7 @@ def grouped_linear_wgrad(segments: Segments, outputs: Outputs, accumulate: bool)
     written = rows_dense(dweight, copy=accumulate)
     waiting = [(as_rows(a), as_rows(b), ends) for a, b, ends in pairs]
     while waiting:
-        left, right = waiting[0][0].layout, waiting[0][1].layout
-        same = [pair for pair in waiting if pair[0].layout == left and pair[1].layout == right][:SLOTS]
+        same = of_one_layout(waiting)
         _run_sums(same, written, accumulate)
         waiting = [pair for pair in waiting if pair not in same] if len(same) < len(waiting) else []
         accumulate = True

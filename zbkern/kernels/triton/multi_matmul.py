@@ -5,7 +5,7 @@ One launch takes up to eight pairs of operands: eight matmuls, or one matmul tha
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -149,6 +149,9 @@ _over_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"r{i}" for i in rang
 _of_rows = Kernel(triton.jit(_sums, do_not_specialize=[*(f"p{i}" for i in range(SLOTS)), *_numbers]))
 
 
+_Pair = TypeVar("_Pair", bound=tuple)
+
+
 class SumOfProducts(NamedTuple):
     """out [P, Q] = sum of a b over pairs (a [P, R_i], b [R_i, Q])."""
 
@@ -210,13 +213,18 @@ def _parts(product: SumOfProducts, add: bool, max_rows: int) -> Iterable[_Part]:
     adds), the others add."""
     rest, result = [(as_operand(a), as_operand(b)) for a, b in product.pairs], Matrix(product.out)
     while rest:
-        left, right = rest[0][0].layout, rest[0][1].layout
-        same = [pair for pair in rest if pair[0].layout == left and pair[1].layout == right][:SLOTS]
+        same = of_one_layout(rest)
         sums = itertools.accumulate(a.tensor.shape[1] for a, _ in same)
         same = same[: max(1, sum(rows <= max_rows for rows in sums))] if max_rows else same
         yield _Part(same, result, add)
         rest = [pair for pair in rest if pair not in same] if len(same) < len(rest) else []
         add = True
+
+
+def of_one_layout(pairs: Sequence[_Pair]) -> list[_Pair]:
+    """Those that are laid out as the first, as many as one launch takes."""
+    left, right = pairs[0][0].layout, pairs[0][1].layout
+    return [pair for pair in pairs if pair[0].layout == left and pair[1].layout == right][:SLOTS]
 
 
 def _kind(part: _Part) -> _Kind:

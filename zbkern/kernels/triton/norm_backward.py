@@ -12,7 +12,7 @@ from torch import Tensor
 from zbkern.kernels.spec import Outputs, Segments
 from zbkern.kernels.triton.common import Kernel
 from zbkern.kernels.triton.matmul_tile import processors
-from zbkern.kernels.triton.norm_forward import PIECE, NormTile, at, dense, norm_tile, strides_of
+from zbkern.kernels.triton.norm_forward import at, dense, norm_tile, strides_of
 from zbkern.kernels.triton.replay import replayed
 from zbkern.kernels.triton.wgrad import sum_rows
 
@@ -49,10 +49,9 @@ def norm_dgrad(
             partials.zero_()
         return
     strides = (*dy.stride(), *x.stride(), *strides_of(dsummed), *dx.stride())
-    tile, held, centered = norm_tile(features), features <= HELD, mean is not None
-    if not held:
-        tile, programs = NormTile(1, PIECE, 8), rows
-    else:
+    tile, centered = norm_tile(features, held := features <= HELD), mean is not None
+    programs = rows
+    if held:
         programs = norm_partials(rows, features, x.device) if partials is None else partials.shape[1]
     arguments = (dy, x, dsummed, dense(weight), mean, rstd, dx, partials if held else None, rows, features)
     constants = (centered, held, tile.rows, tile.columns, _STAGES if held else 1)

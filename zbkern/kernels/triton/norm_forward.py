@@ -28,8 +28,11 @@ class NormTile(NamedTuple):
     warps: int
 
 
-def norm_tile(features: int) -> NormTile:
-    """16 elements per thread, 32 for the longest rows; several rows at a time where one would leave threads idle."""
+def norm_tile(features: int, held: bool = True) -> NormTile:
+    """16 elements per thread, 32 for the longest rows; several rows at a time where one would leave threads idle. A
+    piece of a row that is not held."""
+    if not held:
+        return NormTile(1, PIECE, 8)
     columns = min(triton.next_power_of_2(features), HELD)
     rows = max(1, 2048 // columns)
     return NormTile(rows, columns, min(max(rows * columns // 512, 4), 16))
@@ -53,9 +56,7 @@ def norm_fwd(
         return
     tensors = (x, residual, dense(weight), dense(bias), y, summed, mean, rstd)
     strides = (*x.stride(), *strides_of(residual), *y.stride(), *strides_of(summed))
-    tile, held = norm_tile(features), features <= HELD
-    if not held:
-        tile = NormTile(1, PIECE, 8)
+    tile = norm_tile(features, held := features <= HELD)
     constants = (mean is not None, held, tile.rows, tile.columns)
     _normalise(triton.cdiv(rows, tile.rows), (*tensors, eps, rows, features, *strides), constants, tile.warps, 1)
 
