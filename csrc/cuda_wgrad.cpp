@@ -85,7 +85,7 @@ void validate(const Wgrad& task) {
 }
 
 void wgrad(const Wgrad& task) {
-  task.input == Kind::bfloat16 ? wgrad_bfloat16(task) : wgrad_float16(task);
+  task.tile_k == 256 ? wgrad_256(task) : wgrad_128(task);
 }
 
 }  // namespace zbkern

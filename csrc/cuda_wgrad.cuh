@@ -409,14 +409,16 @@ void launch(const Wgrad& task) {
   launch_pairs(kernel, dim3((task.blocks + 1) / 2 * 2), C::kThreads, bytes, task.stream, &params, "wgrad: launch");
 }
 
-template <class Element, class ElementOut>
-void launch_tile(const Wgrad& task) {
-  task.tile_k == 256 ? launch<Config<Element, ElementOut, 256>>(task) : launch<Config<Element, ElementOut, 128>>(task);
+template <class Element, int TileK>
+void launch_output(const Wgrad& task) {
+  task.dweight == Kind::float32 ? launch<Config<Element, float, TileK>>(task)
+                                : launch<Config<Element, Element, TileK>>(task);
 }
 
-template <class Element>
+template <int TileK>
 void choose(const Wgrad& task) {
-  task.dweight == Kind::float32 ? launch_tile<Element, float>(task) : launch_tile<Element, Element>(task);
+  task.input == Kind::bfloat16 ? launch_output<cutlass::bfloat16_t, TileK>(task)
+                               : launch_output<cutlass::half_t, TileK>(task);
 }
 
 }  // namespace zbkern::sm90

@@ -79,7 +79,7 @@ std::int64_t count_tiles(std::int64_t n, std::int64_t k, int tile_k);
 // max_tiles tiles (0: any number), so that a kernel beside it gets its SMs back soon. Even, for blocks come in pairs.
 int choose_blocks(std::int64_t tiles, int places, int max_tiles);
 
-void wgrad_bfloat16(const Wgrad& task);
-void wgrad_float16(const Wgrad& task);
+void wgrad_128(const Wgrad& task);
+void wgrad_256(const Wgrad& task);
 
 }  // namespace zbkern
