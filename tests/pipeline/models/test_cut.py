@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from tests.support.chunks import needed, results_on_threads, run_pipelines
-from tests.support.small_models import batch, make, transformers
+from tests.support.small_models import DECODERS, batch, config_of, make, transformers
 from zbkern.pipeline import (
     LayerCosts,
     ModelCosts,
@@ -807,6 +807,16 @@ def trained(make: type[Brought]) -> None:
     for name, parameter in twin.named_parameters(remove_duplicate=False):
         for found in (first, second):
             torch.testing.assert_close(found.get(name, parameter.grad), parameter.grad, msg=name)
+
+
+def test_random_numbers_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the CPU, and of devices that this model is not on."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("all GPUs draw other numbers"))
+    state = torch.get_rng_state()
+    config = config_of(*DECODERS["llama"])
+    assert any(layer.name.endswith(":mlp") for layer in layers_of(config, halves=True))
+    cut(config, schedules.zb_h1(2, 2), [0, 2.5], rank=0)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("layers", [None, ["0", "2"], ["*"]])

@@ -78,13 +78,13 @@ def cut(
     model = built("cut", model)
     found = layers_of(model, layers)
     partition = _partition(plan, partition, found, len(schedule.placement))
-    _check_halves(model, found, partition)
+    halves = _halves(model, found, partition)
     check_encoder("cut", model, [layer.name for layer in found], partition)
     bounds = [*pairwise(partition), (partition[-1], len(found))]
     mine = schedule.chunks_of(_rank(rank, group, schedule))
     names = [layer.name for layer in found]
     used = last_users("cut", skips, names)
-    chunks = [_chunk(model, names, *bounds[number], used) for number in mine]
+    chunks = [_chunk(model, names, *bounds[number], used, halves) for number in mine]
     if device is None or torch.device(device).type != "meta":
         loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
     return chunks
@@ -128,7 +128,7 @@ def layer_chunks(
     wholes = [*dict.fromkeys(map(layer_of, names) if halves else names)]
     bounds = [*pairwise([*numbers_of(names), len(wholes)])]
     used = last_users("layer_chunks", skips, wholes)
-    found = {names[index]: _chunk(model, wholes, *bounds[index], used) for index in mine}
+    found = {names[index]: _chunk(model, wholes, *bounds[index], used, {}) for index in mine}
     loading.fill(model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
     return found
 
@@ -160,17 +160,20 @@ def _partition(plan: Any, given: Sequence[float] | str | None, layers: Sequence[
     return partition
 
 
-def _check_halves(model: nn.Module, layers: Sequence[Layer], partition: Sequence[float]) -> None:
+def _halves(model: nn.Module, layers: Sequence[Layer], partition: Sequence[float]) -> dict[str, Halves]:
+    """Of the layers that are in two chunks."""
+    found = {}
     for first in partition:
         layer = layers[int(first)]
         try:
             if first % 1:
-                halves_of_layer(model, layer)
+                found[layer.name] = halves_of_layer(model, layer)
         except WholeBlock as reason:
             raise ValueError(
                 f"cut: partition must have {layer.name!r} in one chunk, and not begin one at {first}: it cannot be cut "
                 f"between attention and MLP: {reason}; layers_of(model, halves=True) lists what can be"
             ) from reason
+    return found
 
 
 def _check_names(planned: Sequence[str], partition: Sequence[float], names: Sequence[str]) -> None:
@@ -198,10 +201,17 @@ def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule)
     return 0
 
 
-def _chunk(model: nn.Module, names: list[str], start: float, end: float, used: Mapping[str, int]) -> Chunk:
+def _chunk(
+    model: nn.Module,
+    names: list[str],
+    start: float,
+    end: float,
+    used: Mapping[str, int],
+    known: Mapping[str, Halves],
+) -> Chunk:
     """Layers from start to before end: a copy of the model that shares their parameters, without the other layers, and
     without the other half of one that begins or ends within it. used: {layer: number of the last that uses its output},
-    of skips."""
+    of skips. known: halves of layers."""
     flow = Flow()
     memo: dict[int, Any] = {}
     first, last = int(start), ceil(end)
@@ -214,7 +224,8 @@ def _chunk(model: nn.Module, names: list[str], start: float, end: float, used: M
     cut_blocks: dict[str, Halves] = {}
     for bound, absent in ((start, 0), (end, 1)):
         if bound % 1:
-            halves = cut_blocks[names[int(bound)]] = halves_of(block := model.get_submodule(names[int(bound)]))
+            block = model.get_submodule(names[int(bound)])
+            halves = cut_blocks[names[int(bound)]] = known.get(names[int(bound)]) or halves_of(block)
             for part in halves.parts[absent]:
                 name, module = f"{names[int(bound)]}.{part}", block.get_submodule(part)
                 memo[id(module)] = Zeros(module, name, flow, halves.outputs[part])

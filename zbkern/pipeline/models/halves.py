@@ -199,7 +199,8 @@ def _run(
         inputs, keywords = (hidden,), unknown
     before, drawn = _attributes(twin), _drawn_outside_of_torch()
     with torch.enable_grad(), torch.random.fork_rng([]):
-        torch.manual_seed(0)  # dropout of what the parts give is the same in both halves
+        # dropout of what the parts give is the same in both halves; torch.manual_seed would change those of GPUs, too
+        torch.default_generator.manual_seed(0)
         with residual:
             output = twin(*inputs, **keywords)
     if differ := [who for who, state in _drawn_outside_of_torch().items() if state != drawn.get(who)]:

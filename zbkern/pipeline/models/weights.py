@@ -126,10 +126,18 @@ def _drawn(
         copied, initialise = _with_memory(model.get_submodule(home), device), _initialiser(model, home, init)
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for name, module in reversed([*copied.named_modules(prefix=home)]):
-                torch.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # of a seed torch uses 32 bits
+                _seed(zlib.crc32(f"{seed} {name}".encode()), device)  # of a seed torch uses 32 bits
                 initialise(module)
         values.update({id(tensor): _get(copied, key) for key, tensor in tensors.items()})
     return values
+
+
+def _seed(number: int, device: torch.device) -> None:
+    """Of the generators that were forked: torch.manual_seed would leave those of other devices changed."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)
 
 
 def _first_holder(model: nn.Module, layers: Sequence[str], parameter: Tensor) -> tuple[str, str]:
