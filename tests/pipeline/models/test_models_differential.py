@@ -1,8 +1,8 @@
 """Models of the transformers library that `cut` has cut: random cases against the library's own in one process.
 
 Every family of decoders, with padded and packed rows, in slices, within blocks, with load-balancing losses, recomputed
-and offloaded, in float64 throughout; then `full_weights`, and files. The slow run has another seed than the
-quick one: see `tests/support/seeds.py`.
+and offloaded, in float64 throughout; then `full_weights`, and files. The slow run has the families that are like
+others, with another seed: see `tests/support/seeds.py`.
 """
 
 from __future__ import annotations
@@ -226,6 +226,6 @@ def test_cut_models_train_as_the_librarys_own(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SLOWER)
 def test_more_cut_models(family: str, tmp_path: Path) -> None:
     check_all(family, seed(1), 1, tmp_path)
