@@ -166,7 +166,7 @@ def _passes(run: Mapping[str, Any], model: Architecture, hardware: Hardware, job
         *balanced_partitions(costs, schedule.placement, microbatches, None)[:1],
         *even_partitions(len(costs.layers), len(schedule.placement))[:1],
     ]
-    timelines = [simulate(schedule, costs.chunk_costs(each, schedule.placement)) for each in partitions]
+    timelines = [simulate(schedule, costs.chunk_costs(each, schedule.placement)) for each in dict.fromkeys(partitions)]
     return min(each.makespan for each in timelines) / 1e3
 
 

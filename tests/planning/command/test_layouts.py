@@ -18,6 +18,12 @@ from zbkern.planning.cost_model.model_costs import Job, Setting
 EIGHT = ["--config", path_of("llama-3-405b"), "--gpus", "8", "--batch"]
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches plan the first two of their estimates."""
+    monkeypatch.setattr(layouts, "_PLANNED", 2)
+
+
 def sizes_of(layout: layouts.Layout) -> tuple[int, int, int, int, int, int, bool]:
     job = layout.setting.job
     ways = job.tensor_parallel, layout.stages, job.data_parallel, job.expert_parallel
@@ -97,7 +103,7 @@ def test_no_layout_is_faster_than_the_first(tmp_path: Path) -> None:
     """Of all, each planned for the whole batch, quickly: estimates and plans of few microbatches lose nothing.
 
     The parts of each answer are its step."""
-    model = load_architecture(of_layers(20, tmp_path, "gemma-2-9b"))
+    model = load_architecture(of_layers(12, tmp_path, "gemma-2-9b"))
     question = LayoutQuestion(model, H100, 4, 8, effort=0)
     best = layouts.search(question)
     assert [each.seconds for each in best] == sorted(each.seconds for each in best)
@@ -117,6 +123,7 @@ def test_no_layout_is_faster_than_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
 def test_the_printed_options_plan_the_same_step(run_plan, tmp_path: Path) -> None:
     path = of_layers(8, tmp_path)
     printed = run_plan("--config", path, "--gpus", "2", "--batch", "8")
@@ -131,6 +138,7 @@ def test_the_printed_options_plan_the_same_step(run_plan, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
 def test_weights_are_sharded_where_they_would_not_fit(run_plan, tmp_path: Path) -> None:
     """Llama 3 8B on 16 GPUs, as published with FSDP alone: 54 GB of weights, gradients and states each without."""
     path, sizes = path_of("llama-3-8b"), ["--batch", "128", "--sequence", "8192", "--effort", "0"]
@@ -163,9 +171,8 @@ def test_one_stage_recomputes_where_it_must() -> None:
 
 
 @pytest.mark.slow
-def test_a_layout_to_compare_with_says_why_it_loses(run_plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a search that plans the first few of its estimates."""
-    monkeypatch.setattr(layouts, "_PLANNED", 2)
+@pytest.mark.usefixtures("hasty")
+def test_a_layout_to_compare_with_says_why_it_loses(run_plan, tmp_path: Path) -> None:
     path = of_layers(8, tmp_path)
     sizes = ["--config", path, "--gpus", "8", "--batch", "16", "--sequence", "4096", "--effort", "0"]
     lines = [line.strip() for line in run_plan(*sizes, "--stages", "1", "--tensor-parallel", "8").splitlines()]
