@@ -25,9 +25,9 @@ from zbkern.planning.costs.layers import LayerCosts, ModelCosts
 from zbkern.schedules.actions import check_count
 from zbkern.schedules.layout import HALVES
 
-_WIDTH = 2  # bytes of a bf16 number
-_WIDE = 4  # of an fp32 number: statistics, gradients
-_MS = 1e3
+WIDTH = 2  # bytes of a bf16 number
+WIDE = 4  # of an fp32 number: statistics, gradients
+MS = 1e3
 _SOME = 1 / 8  # of a sequence: from what so many rows take follows what does not shrink with them
 _REDUCED = 2  # of a gradient that travels between pipelines
 _QUANTISED = 3  # bytes read and written for a number that becomes FP8
@@ -126,12 +126,12 @@ class Setting(NamedTuple):
         See the module for what is assumed. Raises ValueError where heads, experts or features cannot be divided so.
         """
         gpu, share = self.hardware, self.hardware.network_share
-        copies = None if gpu.host_bandwidth is None else gpu.host_bandwidth * share / _MS
+        copies = None if gpu.host_bandwidth is None else gpu.host_bandwidth * share / MS
         computed = ModelCosts(
             tuple([layer.costs() for layer in _layers(self)]),
-            latency=gpu.latency * _MS,
-            bandwidth=gpu.network_bandwidth * share / _MS,
-            pass_overhead=gpu.pass_time * _MS,
+            latency=gpu.latency * MS,
+            bandwidth=gpu.network_bandwidth * share / MS,
+            pass_overhead=gpu.pass_time * MS,
             offload_bandwidth=copies,
             reload_bandwidth=copies,
             copy_size=COPY_SIZE,
@@ -168,7 +168,7 @@ class Setting(NamedTuple):
         return self.hardware.usable(1 + sum(ranks > 1 for ranks in parallel))
 
 
-def _layers(setting: Setting) -> list[_Layer]:
+def _layers(setting: Setting) -> list[Operations]:
     """In model order."""
     architecture, _, job = setting
     if job.expert_parallel > 1 and architecture.experts is None:
@@ -192,12 +192,11 @@ def _layers(setting: Setting) -> list[_Layer]:
     return layers
 
 
-class _Layer:
-    """Adds up the operations of one layer for one microbatch on one GPU: seconds, and bytes."""
+class Operations:
+    """Adds up those of one layer for one microbatch on one GPU: seconds, and bytes. features: of a token."""
 
-    def __init__(self, name: str, setting: Setting, tied: str | None = None) -> None:
-        self.name, self.tied, self.features = name, tied, setting.architecture.features
-        _, self.hardware, self.job = setting
+    def __init__(self, name: str, features: int, hardware: Hardware, job: Job, tied: str | None = None) -> None:
+        self.name, self.tied, self.features, self.hardware, self.job = name, tied, features, hardware, job
         self.forward = self.backward = self.weight = self.saving = 0.0
         self.gathered = self.reduced = self.stepped = self.whole = self.messages = self.waits = 0.0
         self.all_to_alls = self.collectives = 0.0  # of messages, the time of those; and how many they are
@@ -221,9 +220,9 @@ class _Layer:
             """Of F or B, of W, and of a W that is merged, which reads and writes the gradient once with others."""
             edges = gpu.steepness * gpu.matmul_ramp * (matrices / rows + 1 / inputs + 1 / outputs)
             product = (1 + edges) * 2 * rows * inputs * outputs / share
-            moved = _WIDTH * rows * (inputs + outputs)
+            moved = WIDTH * rows * (inputs + outputs)
             quantised = self.seconds(_QUANTISED * rows * inputs) if narrow != wide else 0.0
-            kinds = ((gpu.forward_backward_share * narrow, _WIDTH * size), (wide, 2 * _WIDE * size), (wide, 0))
+            kinds = ((gpu.forward_backward_share * narrow, WIDTH * size), (wide, 2 * WIDE * size), (wide, 0))
             through, alone, merged = (max(product / most, self.seconds(moved + more)) for most, more in kinds)
             return through + quantised, alone, merged
 
@@ -270,7 +269,7 @@ class _Layer:
         self.elementwise(rows, *part.moved)
         self.keep(rows, part.kept, part.held)
         self.weights(part.other / job.tensor_parallel)
-        self.carried += _WIDTH * rows * part.carried
+        self.carried += WIDTH * rows * part.carried
 
     def product(self, product: Product, experts: Experts | None) -> None:
         """A row of the table."""
@@ -292,13 +291,13 @@ class _Layer:
 
     def elementwise(self, rows: float, forward: float, backward: float) -> None:
         """So many numbers read or written per row."""
-        self.forward += self.seconds(_WIDTH * rows * forward)
-        self.backward += self.seconds(_WIDTH * rows * backward)
+        self.forward += self.seconds(WIDTH * rows * forward)
+        self.backward += self.seconds(WIDTH * rows * backward)
 
     def keep(self, rows: float, activation: float, held: float) -> None:
         """So many numbers per row, from F to B and from B to W."""
-        self.activation += _WIDTH * rows * activation
-        self.held += _WIDTH * rows * held
+        self.activation += WIDTH * rows * activation
+        self.held += WIDTH * rows * held
 
     def weights(self, count: float, replicas: float = 0) -> None:
         """Parameters on this GPU, whose optimizer state so many replicas share; 0 for all pipelines."""
@@ -313,8 +312,8 @@ class _Layer:
             links = gpu.links(int(min(copies, near)))
             bandwidth = links if copies <= near else min(near * gpu.network_bandwidth, gpu.link_bandwidth)
             time = count * (copies - 1) / copies / (bandwidth * gpu.network_share)
-            self.gathered += _WIDTH * time
-            self.reduced += (_WIDE if self.job.fully_shard else _REDUCED) * time
+            self.gathered += WIDTH * time
+            self.reduced += (WIDE if self.job.fully_shard else _REDUCED) * time
 
     def wait_for_shards(self) -> None:
         """What gathering weights for F and B and reducing gradients takes beyond the passes that hide it."""
@@ -333,7 +332,7 @@ class _Layer:
         gpu = self.hardware
         if ranks > 1:
             bandwidth = gpu.links(ranks) if neighbours <= gpu.gpus_per_node else gpu.network_bandwidth
-            self._message(_WIDTH * numbers * (ranks - 1) / bandwidth, share, exposed)
+            self._message(WIDTH * numbers * (ranks - 1) / bandwidth, share, exposed)
 
     def dispatch_and_combine(self, tokens: float, experts: Experts) -> None:
         """Expert parallelism: tokens go to the GPUs of their experts and return, forward and backward.
@@ -342,7 +341,7 @@ class _Layer:
         is handed on to every GPU there that has some while the next ones travel (arXiv 2412.19437, section 3.2.2). What
         goes to its own node or GPU takes no time.
         """
-        gpu, ranks, size = self.hardware, self.job.expert_parallel, _WIDTH * tokens * self.features
+        gpu, ranks, size = self.hardware, self.job.expert_parallel, WIDTH * tokens * self.features
         if experts.count % ranks:
             raise ValueError(f"model_costs: expert_parallel must divide the {experts.count} experts; got {ranks}")
         inside, here = min(ranks, gpu.gpus_per_node), experts.count // ranks
@@ -367,16 +366,16 @@ class _Layer:
         return moved / (self.hardware.memory_bandwidth * self.hardware.memory_share)
 
     def costs(self) -> LayerCosts:
-        output = _WIDTH * self.job.rows * self.features / self.job.tensor_parallel
+        output = WIDTH * self.job.rows * self.features / self.job.tensor_parallel
         networks = ("network_forward", "network_backward")
         same = ("forward", "backward", "weight", "attention_forward", "attention_backward", "overhead", *networks)
-        times = {name: _MS * getattr(self, name) for name in same}
+        times = {name: MS * getattr(self, name) for name in same}
         divided = times["backward"] - times["attention_backward"] + times["weight"]  # attention's core has no W
         apart = self.hardware.split_share * divided if self.backward else 0.0
         times |= {"backward": times["backward"] + apart, "split_overhead": apart}
         rest = {name: getattr(self, name) for name in ("activation", "held", "static", "carried", "collectives")}
-        rest["carried_gradients"] = _WIDE / _WIDTH * self.carried
-        return LayerCosts(self.name, **times, **rest, merge_saving=_MS * self.saving, output=output, tied=self.tied)
+        rest["carried_gradients"] = WIDE / WIDTH * self.carried
+        return LayerCosts(self.name, **times, **rest, merge_saving=MS * self.saving, output=output, tied=self.tied)
 
     def _message(self, time: float, share: float, exposed: float) -> None:
         """Two messages that take so long together at the peak bandwidth, forward and again backward; share: what they
@@ -385,7 +384,7 @@ class _Layer:
         self.messages += time
         self.waits += exposed * time
 
-    def wait_for_messages(self, *others: _Layer) -> None:
+    def wait_for_messages(self, *others: Operations) -> None:
         """What F and B take longer for their messages: what computing cannot hide, because it waits or is too short.
 
         others: the other half of a block, each of which hides messages of both.
@@ -415,40 +414,45 @@ def rising_share(window: float) -> float:
     return window * (3 - 2 * window) / (2 - window)
 
 
-def _embedding(setting: Setting) -> _Layer:
-    architecture, _, job = setting
-    layer = _Layer(architecture.names[0], setting, "embedding" if architecture.tied else None)
-    features, ranks, rows = layer.features, job.tensor_parallel, job.rows / job.tensor_parallel
+def _embedding(setting: Setting) -> Operations:
+    architecture, hardware, job = setting
+    features, tied = architecture.features, "embedding" if architecture.tied else None
+    layer = Operations(architecture.names[0], features, hardware, job, tied)
+    ranks, rows = job.tensor_parallel, job.rows / job.tensor_parallel
     layer.elementwise(rows, 2 * features, 0)
-    layer.weight += layer.seconds(rows * features * (_WIDTH + 2 * _WIDE))  # its whole backward is W
+    layer.weight += layer.seconds(rows * features * (WIDTH + 2 * WIDE))  # its whole backward is W
     layer.keep(rows, 0, features)
     layer.weights(architecture.vocabulary * features / ranks)
     return layer
 
 
-def _head(name: str, setting: Setting) -> _Layer:
+def _head(name: str, setting: Setting) -> Operations:
     """The last norm, and the head with its loss: F computes the logits and the input's gradient, W the logits again."""
-    architecture, _, job = setting
-    layer = _Layer(name, setting, "embedding" if architecture.tied else "head")
-    features, ranks, rows = layer.features, job.tensor_parallel, job.rows / job.tensor_parallel
+    architecture, hardware, job = setting
+    features, tied = architecture.features, "embedding" if architecture.tied else "head"
+    layer = Operations(name, features, hardware, job, tied)
+    ranks, rows = job.tensor_parallel, job.rows / job.tensor_parallel
     layer.elementwise(rows, 2 * features, 4 * features)
     layer.linear(job.rows, features, architecture.vocabulary / ranks)
-    twice = layer.backward - layer.seconds(_WIDTH * rows * 4 * features)
+    twice = layer.backward - layer.seconds(WIDTH * rows * 4 * features)
     layer.forward, layer.backward, layer.weight = layer.forward + twice, layer.backward - twice, layer.weight + twice
     layer.gather_and_scatter()
     layer.wait_for_messages()
     layer.keep(rows, 3 * features, features)  # input, its norm, and its gradient
     # the logits that F or W has at a time, whose gradient takes their place
-    layer.static += _WIDTH * min(_LOGITS, job.rows) * architecture.vocabulary / ranks
+    layer.static += WIDTH * min(_LOGITS, job.rows) * architecture.vocabulary / ranks
     return layer
 
 
-def _blocks(block: Block, setting: Setting, predictor: str = "") -> list[_Layer]:
+def _blocks(block: Block, setting: Setting, predictor: str = "") -> list[Operations]:
     """One, or two, whose names are how those of halves end; for a predictor of that name always one."""
-    halves = block.halves if setting.job.halves and not predictor else (block.parts,)
+    architecture, hardware, job = setting
+    halves = block.halves if job.halves and not predictor else (block.parts,)
     names, share = (HALVES, 0.5) if halves[1:] else ((predictor,), 1.0)
     layers = [
-        _block(_Layer(name, setting), replace(block, parts=parts), share, bool(predictor))
+        _block(
+            Operations(name, architecture.features, hardware, job), replace(block, parts=parts), share, bool(predictor)
+        )
         for name, parts in zip(names, halves, strict=True)
     ]
     layers[0].wait_for_messages(*layers[1:])
@@ -457,7 +461,7 @@ def _blocks(block: Block, setting: Setting, predictor: str = "") -> list[_Layer]
     return layers
 
 
-def _block(layer: _Layer, block: Block, share: float, joined: bool) -> _Layer:
+def _block(layer: Operations, block: Block, share: float, joined: bool) -> Operations:
     """With what it computes, and no wait for messages. share: of norms, sums and launches, in half a block. joined:
     with the product in front that joins a predictor's two inputs."""
     hardware, job = layer.hardware, layer.job
