@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from zbkern.pipeline import ScheduleError, Timeline, plan, schedules, simulate
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.cost_model.software import under
 from zbkern.planning.costs.flat import FlatCosts
 from zbkern.planning.costs.layers import ModelCosts

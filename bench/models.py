@@ -20,7 +20,7 @@ from bench import context, report
 from bench.context import Case
 from zbkern.pipeline import plan
 from zbkern.planning.command.published import published_timelines
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.job import Job
 from zbkern.reporting import markdown_table
 
 CASES = {

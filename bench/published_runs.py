@@ -37,7 +37,8 @@ from zbkern.pipeline import Costs, ModelCosts, plan, schedules
 from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import Architecture, architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.cost_model.software import under
 from zbkern.planning.planner.partition import balanced_partitions, even_partitions
 from zbkern.planning.simulation.simulator import simulate

@@ -15,7 +15,8 @@ from bench.report import searched
 from zbkern.pipeline import plan, simulate
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.reporting import markdown_table
 
 MODELS = {"llama-3-70b": 8, "llama-3-8b": 1}  # with so many GPUs in tensor parallelism

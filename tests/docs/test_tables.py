@@ -33,7 +33,8 @@ from zbkern.pipeline.runtime.last_step import LastStep
 from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.cost_model.software import under
 from zbkern.planning.planner import native
 

@@ -9,7 +9,8 @@ from typing import Any
 from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 
 CONFIGURATIONS = Path(__file__).parents[2] / "bench" / "configurations"
 H100 = load_hardware("h100")

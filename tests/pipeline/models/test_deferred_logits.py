@@ -33,7 +33,8 @@ from zbkern.pipeline import (
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.planning.cost_model.architecture import architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 
 
 def test_log_probs_and_entropy_of_logits_that_are_there() -> None:

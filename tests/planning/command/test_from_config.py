@@ -16,7 +16,8 @@ from zbkern.pipeline import Schedule, layers_of, plan
 from zbkern.planning.command import layouts
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 
 LLAMA = ["--config", path_of("llama-3-8b"), "--stages", "4", "--microbatches", "8"]
 QUICK = ["--effort", "0"]

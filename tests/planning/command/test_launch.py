@@ -25,7 +25,8 @@ from zbkern.planning.command import launch
 from zbkern.planning.command.answer import Answer, answer
 from zbkern.planning.command.question import Question
 from zbkern.planning.cost_model.architecture import load_architecture
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 
 SIZES = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 6}
 QUICK = ["--chunks", "1", "--effort", "0"]

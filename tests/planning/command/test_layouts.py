@@ -13,7 +13,8 @@ from tests.support.configurations import H100, model_of, of_layers, path_of
 from zbkern.planning.command import layouts
 from zbkern.planning.command.question import LAYOUT_EFFORT, LayoutQuestion
 from zbkern.planning.cost_model.architecture import architecture, load_architecture
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 
 EIGHT = ["--config", path_of("llama-3-405b"), "--gpus", "8", "--batch"]
 

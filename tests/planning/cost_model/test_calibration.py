@@ -11,7 +11,8 @@ from zbkern.pipeline import ModelCosts
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.calibration import Calibration, of_blocks, of_step
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 
 LLAMA = load_architecture(Path(__file__).parents[3] / "bench" / "configurations" / "llama-3-8b.json")
 H100 = load_hardware("h100")

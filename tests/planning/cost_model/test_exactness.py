@@ -12,7 +12,7 @@ from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.calibration import of_step
 from zbkern.planning.cost_model.exactness import TABLE, how_exact
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.job import Job
 from zbkern.planning.cost_model.software import under
 
 

@@ -19,8 +19,9 @@ from zbkern.pipeline import ModelCosts, layers_of, plan
 from zbkern.planning.cost_model.architecture import Architecture, architecture, load_architecture
 from zbkern.planning.cost_model.configuration import FAMILIES
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
+from zbkern.planning.cost_model.job import Job
 from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.cost_model.software import under
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.configurations import H100, setting_of
 from zbkern.pipeline import Action, Costs, LayerCosts, ModelCosts, draw, plan_batch, schedules, simulate
-from zbkern.planning.cost_model.model_costs import rising_share
+from zbkern.planning.cost_model.operations import rising_share
 from zbkern.planning.costs.chunks import ChunkCosts
 from zbkern.planning.costs.equal_slices import equal_lengths, equal_times
 from zbkern.planning.costs.flat import FlatCosts

@@ -15,7 +15,8 @@ from zbkern.pipeline import Costs, LayerCosts, ModelCosts, PlanOptions, plan, sc
 from zbkern.planning.command.published import published_timelines
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.planner import native
 
 pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")

@@ -19,7 +19,8 @@ from zbkern.pipeline import (
 from zbkern.planning.command.published import published_timelines
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.planner import native
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"

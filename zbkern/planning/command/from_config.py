@@ -14,7 +14,8 @@ from zbkern.planning.command.question import SIZES, LayoutQuestion, Question, Wr
 from zbkern.planning.cost_model import calibration
 from zbkern.planning.cost_model.architecture import Architecture, load_architecture
 from zbkern.planning.cost_model.hardware import Hardware, load_hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.cost_model.software import under
 from zbkern.planning.costs.json_file import parse_object, read_text
 from zbkern.planning.costs.layers import ModelCosts

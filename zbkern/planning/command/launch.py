@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from string import Template
 
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.cost_model.places import mesh
 from zbkern.planning.planner import Plan
 from zbkern.schedules.layout import layer_of

@@ -19,7 +19,8 @@ from zbkern.planning.command.question import BYTES, SIZES, LayoutQuestion, Quest
 from zbkern.planning.command.report import SHOWN
 from zbkern.planning.command.tables import columns, lines
 from zbkern.planning.cost_model.exactness import how_exact
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.costs.needs import SAVING_CHUNKS, fits, least_need, least_work, without_network
 from zbkern.planning.planner import Plan

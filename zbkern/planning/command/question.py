@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
-from zbkern.planning.cost_model.model_costs import Job, Setting
+from zbkern.planning.cost_model.job import Job
+from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.costs.chunks import ChunkCosts, Costs, checked_speeds
 from zbkern.planning.costs.layers import ModelCosts
 from zbkern.planning.planner.plan import EFFORT

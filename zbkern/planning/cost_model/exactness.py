@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zbkern.planning.cost_model.architecture import Architecture
 from zbkern.planning.cost_model.hardware import Hardware
-from zbkern.planning.cost_model.model_costs import Job
+from zbkern.planning.cost_model.job import Job
 
 TABLE = Path(__file__).parent / "errors.json"
 _SHORT = 8192  # tokens: beyond, the kernel of attention decides
