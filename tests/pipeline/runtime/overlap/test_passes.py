@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import contextvars
 import signal
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from bench.overlap import turn_us
@@ -90,21 +90,27 @@ def test_where_one_fails_all_end_and_its_error_is_raised(passes: Passes, fails: 
     assert found == ["a0", "b0", "a", "b"]
 
 
-def test_ctrl_c_ends_all(passes: Passes) -> None:
+@pytest.mark.parametrize("turns", [3, 0])
+def test_ctrl_c_ends_all(passes: Passes, turns: int) -> None:
+    """Also where the caller's pass has ended, and it waits for the one that is left."""
+    went_on: list[bool] = []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 
     def interrupts() -> None:
         in_flight()
-        _thread.interrupt_main()
-        time.sleep(0.05)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # wakes it, too
+        deadline = time.monotonic() + 5
+        while passes.error is None and time.monotonic() < deadline:
+            time.sleep(0.01)  # until the caller, which waits, has taken the signal
         in_flight()
-        raise AssertionError("went on")
+        went_on.append(True)
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            passes.run([lambda: [in_flight() for _ in range(3)], interrupts], [])
+            passes.run([lambda: [in_flight() for _ in range(turns)], interrupts], [])
     finally:
         signal.signal(signal.SIGINT, before)
+    assert not went_on
 
 
 def test_a_backward_runs_beside_a_forward_whose_gradients_are_on(passes: Passes) -> None:
@@ -139,15 +145,18 @@ def test_threads_see_what_the_caller_has_set(passes: Passes) -> None:
     seen = []
 
     def look() -> None:
+        weight * weight
         seen.append((NAME.get(), torch.get_autocast_dtype("cpu"), torch.mm(x, x).dtype, torch.empty(0).device.type))
 
-    x, token = torch.ones(2, 2), NAME.set("callers")
+    x, token, weight, saved = torch.ones(2, 2), NAME.set("callers"), nn.Parameter(torch.ones(2)), list[torch.Tensor]()
+    hooks = saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     try:
-        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
+        with torch.autocast("cpu", torch.bfloat16), torch.device("meta"), hooks:
             passes.run([look, look], [])
     finally:
         NAME.reset(token)
     assert seen == [("callers", torch.bfloat16, torch.bfloat16, "meta")] * 2
+    assert len(saved) == 2 * 2
 
 
 def test_a_forward_draws_what_it_draws_alone(passes: Passes) -> None:

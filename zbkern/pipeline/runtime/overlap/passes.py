@@ -94,6 +94,8 @@ class Passes:
 
     def _give_way(self, index: int) -> None:
         """Lets the others have their turns, until the last of them gives way, or all have ended."""
+        if self.error is not None:  # Ctrl-C, where this pass alone is left
+            raise _Stopped
         with self._mutex:
             after = self._after(index)
             if after == index:
