@@ -22,7 +22,7 @@ BOUND = 3.0  # seconds after which others end; 2 for what is under way, 2 for qu
 PLACES = {
     "kill": ("connect", "F", "send", "connected send", "recv", "optimizer"),
     "freeze": ("F", "send", "connected send", "recv", "optimizer"),
-    "raise": ("F", "send", "recv"),
+    "raise": ("F", "send", "recv", "connect"),
     "interrupt": ("F", "send"),
     "memory": ("F", "recv"),
 }
@@ -66,6 +66,7 @@ QUICK = [
     Fault("freeze", "send", 2, 0),
     Fault("freeze", "connected send", 3, 1),
     Fault("raise", "F", 3, 2),
+    Fault("raise", "connect", 3, 1),
     Fault("interrupt", "send", 2, 0),
     Fault("memory", "recv", 3, 1),
 ]
@@ -89,7 +90,7 @@ def test_everywhere_others_end_in_time_with_one_name(kind: str) -> None:
 def fail_beside_a_late_gpu(
     seconds: float, fail: Callable[[Run], None], first: str = "step", early: bool = True
 ) -> tuple[list[Any], list[float]]:
-    """What each rank raises in a call after one in which a rank failed, and seconds from then till it heard of it.
+    """What each rank raises in a call after one in which a rank failed, and seconds from then till it has closed.
 
     Rank 1's GPU is busy for so many seconds in the call before, a `first`, whose messages all wait for, or in an
     evaluation the last rank. fail: called on rank 0 as its first forward begins. early: others begin that call, too,
@@ -110,7 +111,7 @@ def fail_beside_a_late_gpu(
                 failed[0] = run.scheduler.now
                 fail(run)
 
-        chunk = zbkern.convert(Layer(forward))
+        chunk, told = zbkern.convert(Layer(forward)), None
         with Pipeline([chunk], schedules.zb_h1(3, 6), nn.functional.mse_loss, transport, timeout=TIMEOUT) as pipe:
             getattr(pipe, first)(*batch(0, 3))
             pause = 0.05 if transport.rank == 0 else 0.0 if early else 0.1  # the others have returned when it fails
@@ -118,12 +119,11 @@ def fail_beside_a_late_gpu(
             assert (transport.failure is not None) == (pause == 0.1)
             with pytest.raises(PipelineError, match=r"the cause|rank 0 exited"):
                 pipe.step(*batch(1, 3))
-            after = run.scheduler.now - failed[0]
             try:
                 pipe.step(*batch(1, 3))
             except PipelineError as error:
-                return str(error), after
-            return None, after
+                told = str(error)
+        return told, run.scheduler.now - failed[0]
 
     found = [each for each in run.run(rank) if each is not None]
     return [error for error, _ in found], [after for _, after in found]
