@@ -4,7 +4,9 @@ import contextlib
 import gc
 import importlib.util
 import os
+import threading
 import time
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -57,6 +59,16 @@ def pytest_collection_finish() -> None:
     """Modules and tests stay: a test that collects garbage need not visit them, which takes a third of a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def pipelines_are_closed() -> Iterator[None]:
+    """Warns of a test whose Pipeline stays open: its threads go on beside the tests that come after it."""
+    before = {*threading.enumerate()}
+    yield
+    left = sorted(t.name for t in threading.enumerate() if t not in before and t.name.startswith("zbkern"))
+    if left:
+        warnings.warn(f"a Pipeline was left open; use it in a with statement: {left}", stacklevel=1)
 
 
 @pytest.fixture(scope="session")

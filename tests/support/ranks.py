@@ -8,8 +8,10 @@ import functools
 import gc
 import time
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,27 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 GRACE = 15  # seconds that ranks get to end after another one has failed
 ENDED = "its process ended"
 PRELOAD = ["tests.support.preloaded"]  # of the process that ranks are forked from
+
+
+@contextlib.contextmanager
+def closing_transports() -> Iterator[None]:
+    """Closes what pipelines have connected inside, where it is still there, in one order on all ranks."""
+    from zbkern.pipeline.transport.distributed import DistributedTransport
+
+    opened: list[weakref.ref[DistributedTransport]] = []
+    usual = DistributedTransport.__init__
+
+    def init(self: DistributedTransport, *arguments: Any) -> None:
+        usual(self, *arguments)
+        opened.append(weakref.ref(self))
+
+    try:
+        with mock.patch.object(DistributedTransport, "__init__", init):
+            yield
+    finally:
+        for each in opened:
+            if (transport := each()) is not None:
+                transport.close()
 
 
 class Ranks:
@@ -124,7 +147,8 @@ def _serve(rank: int, size: int, port: int, end: Any) -> None:
         gc.freeze()  # the next collection need not visit the modules that there are now
         function, arguments = task
         try:
-            good, answer = True, function(*arguments)
+            with closing_transports():
+                good, answer = True, function(*arguments)
         except BaseException:
             good, answer = False, traceback.format_exc()
         groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "gloo"]

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -481,11 +481,13 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
         make = functools.partial(
             Pipeline, mine, rule or first, LOSSES[case.loss], fill=case.fill, timeout=30, options=case.options
         )
-        with make(transport) as pipe:
-            pipes = [pipe, make(others[1][transport.rank])] if case.other == "before" else [pipe]
+        with ExitStack() as opened:
+            pipe = opened.enter_context(make(transport))
+            other = others[1][transport.rank]
+            pipes = [pipe, opened.enter_context(make(other))] if case.other == "before" else [pipe]
             pipe.queue.merge = case.merge
             optimizer = optimizer_of(case, pipe, mine)
-            pipes += [make(others[1][transport.rank])] if case.other == "after" else []
+            pipes += [opened.enter_context(make(other))] if case.other == "after" else []
             if part:
                 assert checkpoint.load(folder, pipe, optimizer, rename=rename) == (part, {"part": part})
             for step in steps:
@@ -633,7 +635,7 @@ def after(
     elif step.after == "offload":
         optimizer.offload_states()
     elif step.after == "another pipeline":  # its constructor compares weights
-        Pipeline(pipe.modules.values(), pipe.schedule, F.mse_loss, transport, timeout=30)
+        Pipeline(pipe.modules.values(), pipe.schedule, F.mse_loss, transport, timeout=30).close()
     return []
 
 
