@@ -18,7 +18,7 @@ from zbkern.planning.simulation import drift
 from zbkern.planning.simulation.timeline import Event, own_times
 from zbkern.planning.simulation.turns import Parts, in_turns
 
-UNIT = 0.2  # seconds of F without its collectives, of all chunks of a rank
+UNIT = 0.3  # seconds of F without its collectives, of all chunks of a rank
 
 
 def test_turns_of_two_passes_by_hand() -> None:
