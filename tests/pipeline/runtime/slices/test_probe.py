@@ -418,7 +418,25 @@ def test_a_buffer_that_comes_a_little_nearer_in_every_forward_is_named() -> None
 
     with (
         pytest.raises(PipelineError, match=r"it \(Iterates\) leaves something else in its buffer estimate"),
-        one_rank(Iterates().double(), schedules.zb_h1(1, 2, slices=2)) as pipe,
+        one_rank(Iterates(), schedules.zb_h1(1, 2, slices=2)) as pipe,
+    ):
+        pipe.step(*batch(torch.float32))
+
+
+def test_float64_is_compared_to_what_its_rounding_leaves() -> None:
+    """Where a little of all tokens is less than what float32 leaves in a part."""
+
+    class Leaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, carry: Carry | None = None) -> Tensor:
+            return self.linear(x + 2e-4 * x.mean(dim=1, keepdim=True))
+
+    with (
+        pytest.raises(PipelineError, match=r"use a schedule without slices"),
+        one_rank(Leaks().double(), schedules.zb_h1(1, 2, slices=2)) as pipe,
     ):
         pipe.step(*batch(torch.float64))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 EXACT = 1e-3  # relative: what rounding may leave in a part
-_EXACT_TF32, _EXACT_16_BITS, _EXACT_8_BITS = 5e-3, 3e-2, 0.25
+_EXACT_64_BITS, _EXACT_TF32, _EXACT_16_BITS, _EXACT_8_BITS = 1e-5, 5e-3, 3e-2, 0.25
 _OF_8_BITS = {"torchao", "transformer_engine"}
 _ROUNDINGS = 16  # of a gradient of the usual size: what of it may be left where a gradient is zero
 
@@ -76,4 +76,6 @@ class Rounding:
             return _EXACT_8_BITS
         if self._bytes <= 2:
             return _EXACT_16_BITS
+        if self._bytes > 4:
+            return _EXACT_64_BITS
         return EXACT if torch.get_float32_matmul_precision() == "highest" else _EXACT_TF32

@@ -88,7 +88,7 @@ class WhatDiffers(NamedTuple):
                     f"{named(self.module, '')} returns a tensor {list(one.shape)} of no tokens that is something else,"
                 )
         # each forward may bring one a little nearer to where it ends: more of them in slices
-        exact = exact / 100 if exact == EXACT else exact
+        exact = exact / 100 if exact <= EXACT else exact
         for name, buffer in whole.buffers.items():
             after = found.buffers.get(name)  # a table that grows with what it is asked for has another shape
             if after is not None and after.shape == buffer.shape and not are_close(after, buffer, exact):
