@@ -53,12 +53,14 @@ class Passes:
         self.error, self._left, self._holder, self._all_ended = None, [*range(count)], 0, threading.Event()
         for index in range(1, count):
             self._workers[index - 1].start(partial(self._run, index, passes[index]))
-        self._turns[0].release()
-        self._run(0, passes[0])
         try:
-            self._all_ended.wait()
-        except BaseException as interrupted:  # Ctrl-C
+            self._turns[0].release()
+            self._run(0, passes[0])
+            while not self._all_ended.wait(0.1):  # a signal that comes just before a wait does not end it
+                pass
+        except BaseException as interrupted:  # Ctrl-C, which comes between any two steps of this thread
             self.error = self.error or interrupted
+            self._leave(0)
             self._all_ended.wait()
         if forwards:
             self._set_random(self._random[forwards[0]])
@@ -82,13 +84,18 @@ class Passes:
         except BaseException as error:
             self.error = self.error or error
         finally:
-            thread.give_way = None
             self._random[index] = self._random_now()
-            with self._mutex:
+            self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        """Lets the others go on without this pass; once more does nothing, and ends what was interrupted."""
+        thread.give_way = None
+        with self._mutex:
+            if index in self._left:
                 self._left.remove(index)
-                if self._holder == index and self._left:
-                    self._holder = self._after(index)
-                    self._turns[self._holder].release()
+            if self._holder == index and self._left:
+                self._holder = self._after(index)
+                self._turns[self._holder].release()
             if not self._left:
                 self._all_ended.set()
 
