@@ -59,7 +59,7 @@ def rows(folder: Path, fate: str) -> Job:
 
 def test_every_failure_costs_only_its_own_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where each program takes longer to start than its share is."""
-    monkeypatch.setattr(gpu_session, "STARTING", 2.5)
+    monkeypatch.setattr(gpu_session, "STARTING", 6.0)
     late = "import time; time.sleep(0.3); "
     crash = "file.write_text(json.dumps({'figures': found})); os.abort() if name == 'b' else None"
     jobs = [
@@ -71,7 +71,7 @@ def test_every_failure_costs_only_its_own_job(tmp_path: Path, monkeypatch: pytes
         rows(tmp_path, crash),
         program("last", late + "print('done')", 0.1),
     ]
-    found = run(jobs, 15.0, tmp_path)
+    found = run(jobs, 40.0, tmp_path)
     statuses = ["ok", "wrong", "timed out", "died", "cannot run", "ok", "ok"]
     assert [job["status"] for job in found.values()] == statuses
     assert found["good"]["said"] == "11 passed"
@@ -106,7 +106,7 @@ def test_a_program_that_makes_no_progress_is_not_begun_for_ever(tmp_path: Path) 
 def test_where_the_first_says_that_nothing_can_be_measured_nothing_begins(
     tmp_path: Path, fate: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_session, "STARTING", 0.0)
+    monkeypatch.setattr(gpu_session, "STARTING", 0.0 if "sleep" in fate else 30.0)
     jobs = [program(gpu_session.FIRST, fate, 1.0), program("other", "", 10.0)]
     assert run(jobs, 20.0, tmp_path)["other"]["status"] == other
 
