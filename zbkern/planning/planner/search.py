@@ -143,9 +143,8 @@ def search_all(searches: Sequence[Search], effort: int, progress: Callable[[str]
         for each in going_on:
             each.round(rounds, first_round * 2**rounds // len(going_on))
         rounds += 1
-        min(searches, key=lambda each: each.reached).finish(
-            rounds, _finish_share(searches)
-        )  # after each, so that more are never worse
+        best_yet = min(searches, key=lambda each: each.reached)
+        best_yet.finish(rounds, _finish_share(searches))  # after each, so that more are never worse
     progress("")
     return rounds
 

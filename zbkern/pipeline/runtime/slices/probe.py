@@ -282,7 +282,8 @@ def _cases_of_slices(
     """Some tell of gradients, too, and of attributes that slices leave to each other; in others tokens are chosen
     alike. These are of another length, by which a module may do something else. What has no mask and chooses nothing
     has only those of gradients, of the longer sequence."""
-    has_ends, is_plain = tells_ends(call.side), not tells_ends(call.side) and not call.has_mask()
+    has_ends = tells_ends(call.side)
+    is_plain = not has_ends and not call.has_mask()
     cases = partial(_cases_of_lengths, module, call)
     if is_plain:
         yield "", _case_of_slices(module, call, lengths.longer, draw, False)._replace(may_end=True)
