@@ -41,16 +41,20 @@ class Counted(Lane):
 
 
 class Stamped(LocalTransport):
-    """Messages bring the time at which they were sent: nobody has them earlier."""
+    """Messages bring the time at which they arrive: nobody has them earlier."""
 
     lane: Counted
 
+    def travel(self, sender: int, receiver: int, tag: Any, message: Any) -> float:
+        """Seconds of a message."""
+        return 0.0
+
     def send(self, peer: int, tag: Any, message: Any) -> None:
-        super().send(peer, tag, (message, self.lane.time))
+        super().send(peer, tag, (message, self.lane.time + self.travel(self.rank, peer, tag, message)))
 
     def receive(self, peer: int, tag: Any, timeout: float | None) -> Any:
-        message, sent = super().receive(peer, tag, timeout)
-        self.lane.time = max(self.lane.time, sent)
+        message, arrival = super().receive(peer, tag, timeout)
+        self.lane.time = max(self.lane.time, arrival)
         return message
 
 

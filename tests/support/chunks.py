@@ -68,7 +68,9 @@ def plain(model: list[nn.Module], inputs: torch.Tensor, targets: torch.Tensor) -
     return loss.detach()
 
 
-def on_threads(size: int, function: Any, delay: Delay | None = None) -> list[Any]:
+def on_threads(
+    size: int, function: Any, delay: Delay | None = None, ring: Callable[[int], Sequence[Any]] = LocalTransport.ring
+) -> list[Any]:
     """What function(transport) returned or raised on each rank; a thread per rank."""
     results: list[Any] = [None] * size
 
@@ -78,8 +80,8 @@ def on_threads(size: int, function: Any, delay: Delay | None = None) -> list[Any
         except BaseException as error:
             results[transport.rank] = error
 
-    ring = LocalTransport.ring(size) if delay is None else delayed_ring(size, delay)
-    threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in ring]
+    transports = ring(size) if delay is None else delayed_ring(size, delay)
+    threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in transports]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -88,7 +90,12 @@ def on_threads(size: int, function: Any, delay: Delay | None = None) -> list[Any
     return results
 
 
-def results_on_threads(size: int, function: Callable[[LocalTransport], Any], delay: Delay | None = None) -> list[Any]:
+def results_on_threads(
+    size: int,
+    function: Callable[[LocalTransport], Any],
+    delay: Delay | None = None,
+    ring: Callable[[int], Sequence[Any]] = LocalTransport.ring,
+) -> list[Any]:
     """function(transport) on one thread per rank; raises what the first rank raised."""
 
     def call(transport: LocalTransport) -> Any:
@@ -98,7 +105,7 @@ def results_on_threads(size: int, function: Callable[[LocalTransport], Any], del
             transport.fail(repr(error))
             raise
 
-    results = on_threads(size, call, delay)
+    results = on_threads(size, call, delay, ring)
     errors = [result for result in results if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, PipelineError)):
         raise error

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from zbkern.pipeline.runtime.measure.clock import EventClock
 from zbkern.pipeline.transport.base import Tag, Transport
 
 _TURNS = 10
@@ -28,12 +28,12 @@ def slowest_link(transport: Transport, device: torch.device, timeout: float, siz
     size: bytes of the larger messages; the others are of one number. timeout: seconds to wait for one. Collective.
     """
     transport.begin("profile")
-    measured = []
+    clock, measured = EventClock(device), []
     for low in range(transport.size - 1):
         if transport.rank in (low, low + 1):
             numbers = max(2, size // 4)
             small, large = (
-                _half_of_there_and_back(transport, low, torch.zeros(count, device=device), timeout)
+                _half_of_there_and_back(transport, low, torch.zeros(count, device=device), clock, timeout)
                 for count in (1, numbers)
             )
             rate = 4 * (numbers - 1) / max(large - small, 1e-6 * large)
@@ -43,12 +43,14 @@ def slowest_link(transport: Transport, device: torch.device, timeout: float, siz
     return Link(max(latencies), min(bandwidths))
 
 
-def _half_of_there_and_back(transport: Transport, low: int, message: Tensor, timeout: float) -> float:
+def _half_of_there_and_back(
+    transport: Transport, low: int, message: Tensor, clock: EventClock, timeout: float
+) -> float:
     """Seconds that a message takes between a rank and the next, of which this is one; the least of several."""
     high, least = low + 1, math.inf
     for turn in range(_TURNS):
         there, back = (Tag(_AFTER_ALL_STEPS, kind, low, turn) for kind in "FB")
-        start = time.perf_counter()
+        start = clock.now()
         if transport.rank == low:
             transport.send(high, there, message)
             transport.receive(high, back, timeout)
@@ -57,5 +59,5 @@ def _half_of_there_and_back(transport: Transport, low: int, message: Tensor, tim
             transport.send(low, back, message)
         if message.is_cuda:
             torch.cuda.synchronize(message.device)
-        least = min(least, time.perf_counter() - start)
+        least = min(least, clock.seconds(clock.now()) - clock.seconds(start))
     return least / 2
