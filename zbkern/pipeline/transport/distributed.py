@@ -421,9 +421,9 @@ class DistributedTransport(Transport):
         """Reads the peer's next message in this thread, as `Turn.ask` has it."""
         found = self._incoming[peer].has_tensors()
         if found:
-            message, carried = self._incoming[peer].receive()
+            message, data = self._incoming[peer].receive()
             assert isinstance(message, TensorHeader)
-            self._receive_tree(peer, message, carried)
+            self._file(peer, message, data)
         return found
 
     def _post_tensors(self, peer: int, size: int) -> tuple[Tensor, list[dist.Work]]:
@@ -444,12 +444,10 @@ class DistributedTransport(Transport):
             with self._on_stream():  # a receive begins at once, not after the work that is queued on another
                 while True:
                     with turn:
-                        message, carried = incoming.receive()
+                        message, data = incoming.receive()
                         outlived = self._outlived()
                         if isinstance(message, TensorHeader) and not outlived:
-                            self._receive_tree(peer, message, carried)
-                        elif isinstance(message, TensorHeader) and self._on_cpu and carried is None:
-                            incoming.receive_tensors(packed_bytes(message.shapes))
+                            self._file(peer, message, data)
                     if isinstance(message, FinalMessage):
                         break
                     if not isinstance(message, TensorHeader) and not outlived:
@@ -476,15 +474,13 @@ class DistributedTransport(Transport):
         """Whether the connections of the calling thread, a receiver, were closed before it ended."""
         return threading.current_thread() not in self._receivers.values()
 
-    def _receive_tree(self, peer: int, header: TensorHeader, carried: Tensor | None) -> None:
-        """Files a message. carried: the bytes of its tensors, if they came with it."""
+    def _file(self, peer: int, header: TensorHeader, data: Tensor | None) -> None:
+        """data: the bytes of the message's tensors; None on a GPU."""
         shapes, skeleton = header.shapes, header.skeleton
         works: list[dist.Work] = []
-        if carried is None and self._on_cpu:
-            carried = self._incoming[peer].receive_tensors(packed_bytes(shapes))
-        elif carried is None:
-            carried, works = self._post_tensors(peer, packed_bytes(shapes))
-        arrived = iter(unpack(carried, shapes))
+        if data is None:
+            data, works = self._post_tensors(peer, packed_bytes(shapes))
+        arrived = iter(unpack(data, shapes))
         tree = next(arrived) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(arrived), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:

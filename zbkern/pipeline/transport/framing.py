@@ -127,20 +127,20 @@ class Outgoing:
 
 
 class Incoming:
-    """The messages of one peer. group: its communicator; tensors: the one of those that did not come with their
-    message. carries: as the peer's `Outgoing` has it.
+    """The messages of one peer. group: its communicator; tensors: the one of those that follow their message, between
+    CPUs. carries: as the peer's `Outgoing` has it.
 
     Receives of the next _AHEAD messages are posted: a sender that finds none sends twice as often.
     """
 
     def __init__(self, group: Any, tensors: Any, peer: int, carries: bool) -> None:
-        self._group, self._tensors, self._peer = group, tensors, peer
+        self._group, self._tensors, self._peer, self._carries = group, tensors, peer, carries
         self._rooms = _Rooms(_CARRIED_BYTES if carries else 0)
         self._forms: list[TensorHeader] = []
         self._posted: collections.deque[tuple[Tensor, dist.Work]] = collections.deque()
 
     def receive(self) -> tuple[Message, Tensor | None]:
-        """The next message, and the bytes of its tensors if they came with it; waits for it.
+        """The next message, and between CPUs the bytes of its tensors; waits for it.
 
         Raises ConnectionLost when the connection ends.
         """
@@ -169,17 +169,14 @@ class Incoming:
         size = packed_bytes(message.shapes) if isinstance(message, TensorHeader) else 0
         is_carried = 0 < size <= self._rooms.of_next
         # a copy, since what keeps an input must hold no more than its bytes
-        carried = posted[_HEADER_BYTES : _HEADER_BYTES + size].clone() if is_carried else None
+        tensors = posted[_HEADER_BYTES : _HEADER_BYTES + size].clone() if is_carried else None
         with contextlib.suppress(ConnectionLost):  # what came before the end is there, where it was posted
             self._post(self._rooms.passed(size))
-        return message, carried
-
-    def receive_tensors(self, size: int) -> Tensor:
-        """The bytes of a message's tensors, on a CPU, that did not come with it; waits for them."""
-        buffer = _buffer(size)
-        if size:
-            finish_receive(post_receive(self._tensors, buffer, self._peer, TENSORS))
-        return buffer
+        if tensors is None and self._carries and isinstance(message, TensorHeader):
+            tensors = _buffer(size)
+            if size:
+                finish_receive(post_receive(self._tensors, tensors, self._peer, TENSORS))
+        return message, tensors
 
     def has_tensors(self) -> bool | None:
         """Whether the next message is there, a header that is known and its tensors; None where nothing is there."""
