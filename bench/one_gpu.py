@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 import zbkern
 from bench import engines, report
-from bench.shared_memory import SharedMemoryTransport
+from bench.shared_memory import shared_memory_transport
 from bench.virtual_stages import Block
 from zbkern.pipeline import BatchPlan, Costs, Pipeline, Schedule, plan, plan_batch, rehearse, schedules, simulate
 from zbkern.planning.simulation import step_costs
@@ -243,7 +243,7 @@ class Rank:
     def timed(self, schedule: Schedule, batch: Batch) -> tuple[dict[str, Any], list[Timeline]]:
         """A row, and the timelines of its steps."""
         rank = dist.get_rank()
-        transport = SharedMemoryTransport(None, self.device)
+        transport = shared_memory_transport(self.device)
         with (
             contextlib.closing(transport),
             Pipeline(self.chunks(schedule, rank), schedule, LOSS, transport, timeout=60) as pipe,

@@ -64,7 +64,7 @@ class Link(NamedTuple):
 
 def link(block: nn.Module, message: Tensor) -> Link:
     """Of messages as large as this one, an input of the block; on every rank."""
-    transport = DistributedTransport(None, torch.device("cpu"))
+    transport = DistributedTransport(None)
     size = message.numel() * message.element_size()
     ahead = slowest_link(transport, message.device, 60.0, size)
     rates = [size / _processor_time(transport, block, message, turn) for turn in range(3)]

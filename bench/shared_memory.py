@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbkern.pipeline.transport.distributed import DistributedTransport
+from zbkern.pipeline.transport.gpu import GpuTransport
 
 SLOTS = 16
 SLOT_BYTES = 16 << 20
@@ -30,11 +31,13 @@ _SENT, _FREED = 0, 8  # places of these counters, in units of 8 bytes: each in a
 _COUNTERS = 16
 
 
-class SharedMemoryTransport(DistributedTransport):
-    """Pass it as the `group` of a Pipeline, and close it. All ranks are processes of this machine on one device.
+def shared_memory_transport(device: torch.device) -> DistributedTransport:
+    """Pass it as the `group` of a Pipeline, and close it. All ranks are processes of this machine on one device."""
+    return _BetweenCpus(None) if device.type == "cpu" else _OnGpu(None, device)
 
-    group: of gloo, for headers.
-    """
+
+class _BetweenCpus(DistributedTransport):
+    device = torch.device("cpu")
 
     def _communicators(self, ranks: list[int], headers: tuple[Any, Any]) -> tuple[Any, Any]:
         store = dist.distributed_c10d._get_default_store()
@@ -53,6 +56,10 @@ class SharedMemoryTransport(DistributedTransport):
         super().close()
         for group in self._groups:
             group.abort()
+
+
+class _OnGpu(_BetweenCpus, GpuTransport):
+    pass
 
 
 class SharedMemoryGroup:

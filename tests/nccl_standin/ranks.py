@@ -8,6 +8,7 @@ for its receive is NaN. Reading a number (`tolist`, `item`) waits for the GPU.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from tests.nccl_standin.gpu import Event, Gpu, Stream
 from tests.nccl_standin.scheduler import Modules, Scheduler
 from zbkern.pipeline.runtime.slices import comparison
 from zbkern.pipeline.transport import base, distributed, mailbox
-from zbkern.pipeline.transport.base import Transport
-from zbkern.pipeline.transport.distributed import DistributedTransport
+from zbkern.pipeline.transport import gpu as gpu_transport
+from zbkern.pipeline.transport.gpu import GpuTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 
 MEETING = 30.0  # seconds that ranks wait for each other to connect
@@ -58,7 +59,7 @@ class Run:
 
         def call(rank: int) -> None:
             try:
-                results[rank] = function(StandIn(self, rank))
+                results[rank] = function(StandIn(self))
             except Exception as error:
                 results[rank] = error
 
@@ -122,14 +123,17 @@ class Run:
             device=lambda device: contextlib.nullcontext(),
         )
         modules = Modules(self.scheduler)
-        of_distributed = {
+        of_transport = {
             "torch": _Torch(cuda),
             "threading": modules.threading,
             "queue": modules.queue,
             "time": modules.time,
             "Finalize": lambda *_, **__: SimpleNamespace(cancel=lambda: None),
             "dist": SimpleNamespace(
-                get_process_group_ranks=lambda _: [*range(len(self.gpus))], group=SimpleNamespace(WORLD=None)
+                get_rank=lambda _: self.scheduler.current.rank,
+                get_world_size=lambda _: len(self.gpus),
+                get_process_group_ranks=lambda _: [*range(len(self.gpus))],
+                group=SimpleNamespace(WORLD=None),
             ),
             "new_communicator": self.communicator,
             "backend_of": lambda group, device: "nccl",
@@ -147,8 +151,9 @@ class Run:
             return read
 
         with contextlib.ExitStack() as stack:
-            for name, value in of_distributed.items():
-                stack.enter_context(mock.patch.object(distributed, name, value))
+            for module, (name, value) in itertools.product((distributed, gpu_transport), of_transport.items()):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, value))
             stack.enter_context(mock.patch.object(mailbox, "threading", modules.threading))
             stack.enter_context(mock.patch.object(base, "time", modules.time))
             # a rank that has it gives its turn away where it reads a number
@@ -224,17 +229,13 @@ class _Meeting:
             raise PipelineError(self._failed[opening])
 
 
-class StandIn(DistributedTransport):
+class StandIn(GpuTransport):
     """zbkern's own transport on a GPU that is not there. A pass takes time on it: what is between two messages."""
 
-    def __init__(self, run: Run, rank: int) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self._passes = False
-        Transport.__init__(self, rank, len(run.gpus))
-        self._group = None
-        self.device = SimpleNamespace(type="cuda", index=0)  # type: ignore[assignment]
-        self._on_cpu = False
-        self._open()
+        super().__init__(None, SimpleNamespace(type="cuda", index=0))  # type: ignore[arg-type]
 
     def _settle(self, message: Any, works: Sequence[Any]) -> None:
         super()._settle(message, works)

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,8 @@ from tests.nccl_standin.ranks import Run
 from tests.nccl_standin.scheduler import Modules, Stuck
 from tests.nccl_standin.training import Case, in_one_process, train
 from zbkern.pipeline import PipelineError, schedules
-from zbkern.pipeline.transport import distributed
-from zbkern.pipeline.transport.distributed import DistributedTransport
+from zbkern.pipeline.transport import distributed, gpu
+from zbkern.pipeline.transport.gpu import GpuTransport
 
 VEE = Case((schedules.zb_v(4, 8),))
 LOOP = Case((schedules.interleaved(3, 6),))
@@ -56,11 +57,11 @@ def found_after(fault: Fault, seeds: int = 4) -> str:
 
 
 def replaced(name: str, function: Any) -> AbstractContextManager[Any]:
-    return mock.patch.object(DistributedTransport, name, function)
+    return mock.patch.object(GpuTransport, name, function)
 
 
-def in_module(name: str, value: Any) -> AbstractContextManager[Any]:
-    return mock.patch.object(distributed, name, value)
+def in_module(module: ModuleType, name: str, value: Any) -> AbstractContextManager[Any]:
+    return mock.patch.object(module, name, value)
 
 
 class NoLock:
@@ -81,13 +82,13 @@ def without_locks() -> Iterator[None]:
         yield
 
 
-def connect_in_an_order_of_its_own(self: DistributedTransport, pairs: Any) -> None:
+def connect_in_an_order_of_its_own(self: GpuTransport, pairs: Any) -> None:
     own = {self.rank, (self.rank + 1) % self.size}
     for pair in sorted({(min(pair), max(pair)) for pair in pairs}, key=lambda pair: {*pair} != own):
         _connect(self, [pair])
 
 
-_connect = DistributedTransport.connect
+_connect = GpuTransport.connect
 
 
 def as_it_is(tensors: list[Tensor]) -> Tensor | None:
@@ -100,7 +101,7 @@ SAFEGUARDS: dict[str, tuple[AbstractContextManager[Any], Callable[[], str]]] = {
     "messages under way are aborted": (replaced("_abort", lambda self: None), lambda: found_after(KILLED)),
     "what the GPU waits for has a time-out": (replaced("_watch", lambda self, *_: None), lambda: found_after(FROZEN)),
     "a receiver's own error is its rank's": (
-        in_module("ConnectionLost", Exception),
+        in_module(distributed, "ConnectionLost", Exception),
         lambda: found_after(Fault("memory", "recv", 3, 1)),
     ),
     "pairs are connected first": (
@@ -116,8 +117,8 @@ SAFEGUARDS: dict[str, tuple[AbstractContextManager[Any], Callable[[], str]]] = {
         replaced("_settle", lambda self, message, works: None),
         lambda: found_in_training(VEE),
     ),
-    "memory is of its readers, too": (in_module("tensors_in", lambda tree: []), lambda: found_in_training(VEE)),
-    "NCCL sends bytes": (in_module("pack", as_it_is), lambda: found_in_training(TENSORS)),
+    "memory is of its readers, too": (in_module(gpu, "tensors_in", lambda tree: []), lambda: found_in_training(VEE)),
+    "NCCL sends bytes": (in_module(gpu, "pack", as_it_is), lambda: found_in_training(TENSORS)),
 }
 
 

@@ -22,6 +22,7 @@ from tests.support.chunks import make_data, make_model, needed, on_threads, plai
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
 from zbkern.pipeline.transport import distributed
 from zbkern.pipeline.transport.base import PipelineError
+from zbkern.pipeline.transport.distributed import DistributedTransport
 from zbkern.pipeline.transport.framing import Incoming
 from zbkern.pipeline.transport.local import LocalTransport
 
@@ -194,13 +195,13 @@ def failing_over_gloo(slow_receiver: bool) -> tuple[str, Any]:
         time.sleep(0.05 if incoming._peer == 0 else 0)
         return receive(incoming)
 
-    def keep_open(groups: list[Any]) -> None:  # as what else is under way may do
+    def keep_open(transport: DistributedTransport) -> None:  # as what else is under way may do
         alive.extend(thread.name for thread in own_threads() - others)
-        kept.extend(groups)
+        kept.extend([transport._up, transport._down])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Incoming, "receive", receive_late)
-        patch.setattr(distributed, "close_groups", keep_open)
+        patch.setattr(DistributedTransport, "_close_communicators", keep_open)
         found = failing_over_gloo(False)
     assert not alive, "these waited in vain for the last message of a peer"
     return found
@@ -217,13 +218,16 @@ def closing_before_all_is_read() -> list[str]:
     """Names of threads that have not ended long after, where no rank waits for the others."""
     kept, receive, others = [], Incoming.receive, own_threads()
 
+    def keep_open(transport: DistributedTransport) -> None:  # as where others use the connections
+        kept.extend([transport._up, transport._down])
+
     def receive_late(incoming: Incoming) -> Any:
         time.sleep(0.05 if incoming._peer == 0 else 0)
         return receive(incoming)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Incoming, "receive", receive_late)
-        patch.setattr(distributed, "close_groups", kept.extend)  # connections stay open, as where others use them
+        patch.setattr(DistributedTransport, "_close_communicators", keep_open)
         patch.setattr(distributed, "_TOGETHER", 0.0)
         failing_then_working(None, ArithmeticError("wrong"))
         deadline = time.monotonic() + 20

@@ -51,7 +51,7 @@ def exchange() -> tuple[Any, list[str]]:
     rank, tag = dist.get_rank(), Tag(0, "F", 1, 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        transport = DistributedTransport(None, torch.device("cpu"))
+        transport = DistributedTransport(None)
         if rank == 0:
             transport.send(1, tag, message())
         received = transport.receive(0, tag, 30) if rank == 1 else None
@@ -76,7 +76,7 @@ def open_and_close() -> list[tuple[int, int]]:
     """File descriptors and threads of this process after each of several transports."""
     counts = []
     for number in range(4):
-        transport = DistributedTransport(None, torch.device("cpu"))
+        transport = DistributedTransport(None)
         other = 1 - transport.rank
         transport.send(other, Tag(0, "F", number, 0), torch.full((2,), float(number)))
         assert transport.receive(other, Tag(0, "F", number, 0), 30).tolist() == [number] * 2
@@ -205,7 +205,7 @@ os.dup2(os.open(f"{folder}/{what} {rank}.said", os.O_WRONLY | os.O_CREAT), 2)
 dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/{what}", 2), rank=rank, world_size=2)
 if what == "leaves first":
     distributed._TOGETHER = 0.1
-    transport = distributed.DistributedTransport(None, torch.device("cpu"))
+    transport = distributed.DistributedTransport(None)
     if rank == 0:
         builtins.last = Last()
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport
+from zbkern.pipeline.transport.gpu import GpuTransport
 from zbkern.pipeline.transport.local import LocalTransport
 from zbkern.pipeline.transport.mailbox import PipelineError, described
 from zbkern.pipeline.transport.process_groups import place_in, rendezvous_timeout
@@ -38,7 +39,7 @@ def connect(group: Any, device: torch.device) -> Transport:
     if isinstance(group, Transport):
         return group
     place(group)
-    return DistributedTransport(group, device)
+    return DistributedTransport(group) if device.type == "cpu" else GpuTransport(group, device)
 
 
 @contextlib.contextmanager

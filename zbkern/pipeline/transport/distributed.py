@@ -2,10 +2,10 @@
 
 A message is a pytree of tensors under a `Tag`. Sending never blocks. Receiving is posted ahead for good: one thread per
 peer takes whatever that peer sends next, of any shape, and files it in a `Mailbox` until the engine asks for the tag.
-On CPUs the engine takes small messages itself, where they have come when it asks (turns.py). A rank that fails tells
-its peers the same way, and they tell theirs, so every rank ends with the first rank's message. A rank's final message
-goes out before anything here raises, so that a rank that was only told of a failure, and ends, is never taken for its
-origin.
+Between CPUs the engine takes small messages itself, where they have come when it asks (turns.py). A rank that fails
+tells its peers the same way, and they tell theirs, so every rank ends with the first rank's message. A rank's final
+message goes out before anything here raises, so that a rank that was only told of a failure, and ends, is never taken
+for its origin.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
@@ -41,13 +41,10 @@ from zbkern.pipeline.transport.framing import (
     TensorHeader,
 )
 from zbkern.pipeline.transport.mailbox import Call, Mailbox, Note, PipelineError, Tag, described
-from zbkern.pipeline.transport.packing import pack, packed_bytes, shapes_of, unpack
+from zbkern.pipeline.transport.packing import pack, shapes_of, unpack
 from zbkern.pipeline.transport.process_groups import (
     FOREVER,
     ConnectionLost,
-    backend_of,
-    check_hardware_queues,
-    close_groups,
     new_communicator,
     not_profiled,
     rendezvous_timeout,
@@ -59,71 +56,58 @@ from zbkern.pipeline.transport.turns import Turn
 logger = logging.getLogger("zbkern")
 
 _PAUSE = 0.01  # seconds between looks at what has been sent
-_LOOK = 0.02  # seconds between looks at what the GPU waits for
 _LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _NOW = timedelta(milliseconds=1)
 _TOGETHER = 5.0  # seconds in which the others close, too, or answer a failure, however busy the machine
 _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
-_DRAINED = 2.0  # seconds that a GPU has, after a failure, for messages of calls that are over
 
 
 class DistributedTransport(Transport):
-    """Point to point over torch.distributed: gloo between CPUs, NCCL between GPUs with headers over gloo.
+    """Point to point over gloo, between CPUs; `GpuTransport` (gpu.py) sends tensors of GPUs another way.
 
     group: the ranks of this pipeline, None for all. Each direction (to higher ranks, to lower ranks) has a communicator
-    of its own: no order of NCCL calls can deadlock, and gloo's thread, which spins while somebody sends on the
-    connection that it wants to read, seldom does. A header with tag, shapes and dtypes precedes each message, always
-    through gloo. The tensors follow in one buffer; on a CPU small ones come with their header.
-
-    On a GPU a receive is posted when its header comes, and its kernel waits there for what the sender has yet to
-    compute. It waits for nothing but work that the sender's host has launched already.
+    of its own: gloo's thread, which spins while somebody sends on the connection that it wants to read, seldom does. A
+    header with tag, shapes and dtypes precedes each message. Small tensors come with it, others follow in one buffer.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    _carries = True  # small tensors in headers
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self._group = group
-        self.device = device
-        self._on_cpu = device.type == "cpu"
         self._open()
 
-    def _open(self, unfinished: str = "") -> None:
+    def _open(self) -> None:
         with _meeting(self._group) as ranks:
-            if unfinished:
-                raise PipelineError(unfinished)
-            if not self._on_cpu:
-                check_hardware_queues(os.environ)
+            self._check_opening()
             ranks.exchange("connect")  # gloo would not say who has not come
             self._open_connections()
+            self._start_threads()
             try:
                 ranks.exchange("connected")  # else what a rank says next, and ends, some might not hear
             except BaseException:
                 self.close()
                 raise
 
+    def _check_opening(self) -> None:
+        """Before ranks connect. What it raises ends the opening on all of them."""
+
     def _open_connections(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
         headers = new_communicator(ranks, "gloo"), new_communicator(ranks, "gloo")
         self._up, self._down = map(_Direction, headers, self._communicators(ranks, headers))
-        if not self._on_cpu:
-            self._locks = {id(each.tensors): threading.Lock() for each in (self._up, self._down)}
-            self._receiving = torch.cuda.Stream(self.device)  # every stream more may share a hardware queue with others
         self._join(Mailbox(self.rank))
-        self._lost = self._aborted = False
-        self._unfinished = ""  # why ranks cannot go on though all are there
-        self._pairs: set[tuple[int, int]] = set()  # of ranks that are connected for tensors
-        self._last_sent: dict[int, dist.Work] = {}  # by peer, on a GPU, where those before it have ended then
-        self._last_received: dict[int, dist.Work] = {}  # of those that a call has taken
-        self._earlier: list[dist.Work] = []  # what calls that are over have left to the GPU
-        self._outgoing = {peer: Outgoing(carries=self._on_cpu) for peer in self.peers}
+        self._lost = False
+        self._outgoing = {peer: Outgoing(self._carries) for peer in self.peers}
         self._ending = threading.Lock()
         self._final_message: FinalMessage | None = None
         self._uninformed = list(self.peers)  # peers that it was not sent to
         self._header_lock = threading.Lock()
-        self._sends: queue.SimpleQueue[tuple[int, _Works] | None] = queue.SimpleQueue()
+        self._sends: queue.SimpleQueue[tuple[int, Works] | None] = queue.SimpleQueue()
         self._unreachable: set[int] = set()  # peers whose connection has ended
-        self._incoming = {peer: Incoming(*self._from(peer), peer, carries=self._on_cpu) for peer in self.peers}
+        self._incoming = {peer: Incoming(*self._from(peer), peer, self._carries) for peer in self.peers}
         self._turns = {peer: Turn(self._mailbox) for peer in self.peers}
-        self._is_asked_ahead = not self._on_cpu  # whether messages must be here before they are asked for
+        self._is_asked_ahead = False  # whether messages must be here before they are asked for
         self._receivers = {
             peer: threading.Thread(target=self._receive_from, args=(peer,), name=f"zbkern-from-{peer}", daemon=True)
             for peer in self.peers
@@ -131,23 +115,18 @@ class DistributedTransport(Transport):
         self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
         arguments = self._sends, self._receivers, self._unreachable
         self._sender = threading.Thread(target=self._finish_sends, args=arguments, name="zbkern-send", daemon=True)
-        self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
-        self._watcher = threading.Thread(
-            target=self._watch_receives, args=(self._watched,), name="zbkern-watch", daemon=True
-        )
+
+    def _start_threads(self) -> None:
         for thread in self._threads:
             thread.start()
         # multiprocessing's: it also runs where a child process ends, which has no atexit; the last one runs first
-        connections = self._receivers, self._sender, headers
+        connections = self._receivers, self._sender, (self._up.headers, self._down.headers)
         self._end_threads = Finalize(None, _end_threads, connections, exitpriority=0)
         self._close_at_exit = Finalize(None, self._end_with_process, exitpriority=0)
 
     def _communicators(self, ranks: list[int], headers: tuple[Any, Any]) -> tuple[Any, Any]:
         """Of tensors, to higher and to lower ranks."""
-        if self._on_cpu:
-            return headers
-        up, down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
-        return up, down
+        return headers
 
     def _to(self, peer: int) -> _Direction:
         return self._up if peer > self.rank else self._down
@@ -171,83 +150,6 @@ class DistributedTransport(Transport):
             raise PipelineError(reason) from error
         self._sends.put((peer, works))
 
-    def begin(self, call: str) -> None:
-        super().begin(call)
-        self.end()
-
-    def end(self) -> None:
-        self._earlier = [*self._last_sent.values(), *self._last_received.values()]
-
-    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """NCCL connects two ranks in their first message, while each waits for the other's call.
-
-        So all take the pairs in one order, from one thread, before anything that they could wait for is under way.
-        """
-        new = sorted({(min(pair), max(pair)) for pair in pairs} - self._pairs)
-        self._pairs.update(new)
-        mine = [pair for pair in new if self.rank in pair and pair[0] != pair[1]]
-        if self._on_cpu or not mine:
-            return
-        done = Note(len(self._pairs), "a connection of NCCL")
-        call = self._mailbox.call
-
-        def connect_all() -> None:
-            try:
-                for pair in mine:
-                    self._connect_pair(*pair)
-            except Exception as error:
-                self._stop(f"rank {self.rank}, connecting: {described(error)}")
-            self._mailbox.put(done, (None, ()), self.rank, call)
-
-        # not the caller's: NCCL waits for a rank that has ended meanwhile, and nothing would end that
-        threading.Thread(target=connect_all, name="zbkern-connect", daemon=True).start()
-        try:
-            self._mailbox.wait_for(self.rank, done, rendezvous_timeout())
-        except TimeoutError:
-            self.fail(f"rank {self.rank}: NCCL did not connect in {rendezvous_timeout():g} s")
-            raise PipelineError(self._mailbox.failure) from None
-        self._mailbox.take(done)
-
-    def _connect_pair(self, low: int, high: int) -> None:
-        peer = low + high - self.rank
-        with self._on_stream():
-            for (_, group), sends in ((self._up, self.rank == low), (self._down, self.rank == high)):
-                token = torch.empty(1, dtype=torch.uint8, device=self.device)
-                with self._locks[id(group)]:
-                    (group.send if sends else group.recv)([token], peer, TENSORS).wait()
-                self._receiving.synchronize()  # before NCCL allocates for the other one, which waits for the device
-
-    def _settle(self, message: Any, works: Sequence[dist.Work]) -> None:
-        """The current stream waits for what still arrives; the memory stays until this stream is done with it."""
-        for work in works:
-            work.wait()
-        if works:
-            stream = torch.cuda.current_stream(self.device)
-            for tensor in tensors_in(message):
-                tensor.record_stream(stream)
-
-    def _watch(self, peer: int, tag: Tag | Note, works: Sequence[dist.Work], timeout: float | None) -> None:
-        self._last_received[peer] = works[-1]
-        self._watched.put((peer, tag, works, timeout))
-
-    def _watch_receives(self, watched: queue.SimpleQueue[_Watched | None]) -> None:
-        """Thread: what the GPU waits for has the time-out of a message; a call that waits for the GPU has none."""
-        while (item := watched.get()) is not None:
-            peer, tag, works, timeout = item
-            start = time.monotonic()
-            while not all(work.is_completed() for work in works):
-                self._device_awaits = peer
-                if timeout is not None and time.monotonic() - start > timeout:
-                    self._stop(self._why_nothing_comes(peer, f"{tag} was awaited for {timeout:g} s by the GPU"))
-                    return
-                time.sleep(_LOOK)
-            self._device_awaits = None
-            del item, works
-
-    def check_received(self) -> None:
-        if self._aborted:
-            raise PipelineError(self._mailbox.failure)
-
     def gather(self, value: Any, timeout: float | None = None, call: str = "gather") -> list[Any]:
         return super().gather(value, rendezvous_timeout() if timeout is None else timeout, call)
 
@@ -260,9 +162,7 @@ class DistributedTransport(Transport):
         if self._lost:
             raise PipelineError(f"the pipeline cannot go on without a restart: {self._mailbox.failure}")
         self.close()
-        pairs, unfinished = self._pairs, self._unfinished
-        self._open(unfinished)
-        self.connect(pairs)
+        self._open()
 
     def _end_with_process(self) -> None:
         """At the exit of this process, which waits for peers that are gone, or frozen, at most _TOGETHER and _LAST."""
@@ -282,10 +182,12 @@ class DistributedTransport(Transport):
         if _ended(self._threads, _TOGETHER):  # a frozen rank never answers
             self._end_threads.cancel()
         self._receivers = {}  # those that did not end in time have no say in connections opened later
-        if not self._aborted:
-            close_groups([self._up.tensors, self._down.tensors])
+        self._close_communicators()
         self._up = self._down = _Direction(None, None)
         self._incoming = {}
+
+    def _close_communicators(self) -> None:
+        """Those of gloo close when nobody refers to them."""
 
     def _end(self, message: FinalMessage) -> None:
         """Sends this rank's final message to every peer, and only then lets its calls raise. Peers answer with theirs.
@@ -303,30 +205,12 @@ class DistributedTransport(Transport):
                     self._send_final(self._uninformed[-1], self._final_message)
                 self._uninformed.pop()
             self._sends.put(None)
-            self._watched.put(None)
             if message.ending != "closed":
                 self._mailbox.fail(self._final_message.reason or message.reason)
-                if not self._on_cpu and not self._aborted:
-                    self._abort()
+                self._abort()
 
     def _abort(self) -> None:
-        """Ends what the GPU waits for, since it may never come: whoever waits for the GPU would never hear of it.
-
-        Messages of earlier calls come if all ranks are there. Where one does not, what those calls have returned is
-        wrong here, and ranks cannot go on.
-        """
-        deadline = time.monotonic() + _DRAINED
-        while late := [work for work in self._earlier if not work.is_completed()]:
-            if self._lost or time.monotonic() > deadline:
-                break
-            time.sleep(_PAUSE)
-        if late and not self._lost:
-            self._unfinished = (
-                f"the pipeline cannot go on without a restart: rank {self.rank} had messages of an earlier call under "
-                f"way that did not end: {self._mailbox.failure}"
-            )
-        self._aborted = True
-        close_groups([self._up.tensors, self._down.tensors], abort=True)
+        """Ends what this rank waits for elsewhere than in a call of its transport."""
 
     def _send_final(self, peer: int, message: FinalMessage) -> None:
         try:
@@ -337,7 +221,7 @@ class DistributedTransport(Transport):
 
     @property
     def _threads(self) -> list[threading.Thread]:
-        return [self._sender, *self._receivers.values(), *([] if self._on_cpu else [self._watcher])]
+        return [self._sender, *self._receivers.values()]
 
     def _stop(self, reason: str) -> None:
         self._fail_all(FinalMessage("failed", reason))
@@ -354,24 +238,20 @@ class DistributedTransport(Transport):
         with contextlib.suppress(RuntimeError):  # it is gone: that, too, is about to be known
             self._sends.put((peer, self._start_send(peer, message)))
 
-    def _start_send(self, peer: int, message: Message, tensors: Sequence[Tensor] = ()) -> _Works:
+    def _start_send(self, peer: int, message: Message, tensors: Sequence[Tensor] = ()) -> Works:
         """Sends a message, and its tensors. One that is interrupted here is the last but for the final one."""
         headers, group = self._to(peer)
-        packed = None if self._on_cpu else pack(tensors)
         with self._header_lock, not_profiled():  # all parts of one message before those of another thread's
             parts, carried = self._outgoing[peer].frame(message, tensors)
             works = [(headers.send([part], peer, tag), part) for part, tag in zip(parts, (HEADER, REST), strict=False)]
-            if self._on_cpu and not carried and (packed := pack(tensors)) is not None:
+            if not carried and (packed := pack(tensors)) is not None:
                 works.append((group.send([packed], peer, TENSORS), packed))
             self._outgoing[peer].sent()
-        if packed is not None and not self._on_cpu:
-            with self._locks[id(group)]:  # its memory stays until NCCL has sent it: torch has recorded NCCL's stream
-                self._last_sent[peer] = group.send([packed], peer, TENSORS)
         return works
 
     def _finish_sends(
         self,
-        sends: queue.SimpleQueue[tuple[int, _Works] | None],
+        sends: queue.SimpleQueue[tuple[int, Works] | None],
         receivers: dict[int, threading.Thread],
         unreachable: set[int],
     ) -> None:
@@ -382,7 +262,7 @@ class DistributedTransport(Transport):
         until that peer has sent its final message, or is gone; then it is waited for, for gloo forgets what its
         receiver has not asked for when the connection closes, and the peer's last one may be there before this one's.
         """
-        last: dict[int, _Works] = {}  # by peer
+        last: dict[int, Works] = {}  # by peer
         while (message := sends.get()) is not None:
             peer, works = message
             self._finish(last.pop(peer, []))
@@ -395,7 +275,7 @@ class DistributedTransport(Transport):
             if peer not in unreachable:
                 self._finish(works, _LAST)
 
-    def _finish(self, works: _Works, timeout: timedelta = FOREVER) -> None:
+    def _finish(self, works: Works, timeout: timedelta = FOREVER) -> None:
         for work, _ in works:
             try:
                 work.wait(timeout)
@@ -426,32 +306,22 @@ class DistributedTransport(Transport):
             self._file(peer, message, data)
         return found
 
-    def _post_tensors(self, peer: int, size: int) -> tuple[Tensor, list[dist.Work]]:
-        """On a GPU, where they are received while others go on."""
-        group = self._from(peer).tensors
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if size == 0:
-            return buffer, []
-        with self._locks[id(group)]:
-            return buffer, [group.recv([buffer], peer, TENSORS)]
-
     def _receive_from(self, peer: int) -> None:
         """Thread: files everything `peer` sends until it closes or fails. What comes after this rank has closed is
         read and dropped, since the peer's threads wait until it is.
         """
         incoming, turn = self._incoming[peer], self._turns[peer]
         try:
-            with self._on_stream():  # a receive begins at once, not after the work that is queued on another
-                while True:
-                    with turn:
-                        message, data = incoming.receive()
-                        outlived = self._outlived()
-                        if isinstance(message, TensorHeader) and not outlived:
-                            self._file(peer, message, data)
-                    if isinstance(message, FinalMessage):
-                        break
-                    if not isinstance(message, TensorHeader) and not outlived:
-                        self._hear(peer, message)
+            while True:
+                with turn:
+                    message, data = incoming.receive()
+                    outlived = self._outlived()
+                    if isinstance(message, TensorHeader) and not outlived:
+                        self._file(peer, message, data)
+                if isinstance(message, FinalMessage):
+                    break
+                if not isinstance(message, TensorHeader) and not outlived:
+                    self._hear(peer, message)
             if outlived:
                 return
             if message.ending == "closed":
@@ -474,26 +344,14 @@ class DistributedTransport(Transport):
         """Whether the connections of the calling thread, a receiver, were closed before it ended."""
         return threading.current_thread() not in self._receivers.values()
 
-    def _file(self, peer: int, header: TensorHeader, data: Tensor | None) -> None:
-        """data: the bytes of the message's tensors; None on a GPU."""
-        shapes, skeleton = header.shapes, header.skeleton
-        works: list[dist.Work] = []
-        if data is None:
-            data, works = self._post_tensors(peer, packed_bytes(shapes))
-        arrived = iter(unpack(data, shapes))
+    def _file(self, peer: int, header: TensorHeader, data: Tensor | None, works: Sequence[dist.Work] = ()) -> None:
+        """data: the bytes of the message's tensors, which are there when the works have ended."""
+        assert data is not None
+        skeleton, arrived = header.skeleton, iter(unpack(data, header.shapes))
         tree = next(arrived) if skeleton == 0 else pytree.tree_map_only(int, lambda _: next(arrived), skeleton)
         difference = self._mailbox.put(header.tag, (tree, works), peer, Call(header.turn, header.name))
         if difference is not None:
             self._stop(difference)
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """For threads that receive: on CUDA, a stream that nothing else uses."""
-        if self._on_cpu:
-            yield
-            return
-        with torch.cuda.device(self.device), torch.cuda.stream(self._receiving):
-            yield
 
 
 class _Direction(NamedTuple):
@@ -541,5 +399,4 @@ def _meeting(group: dist.ProcessGroup | None) -> RankExchange:
 
 
 _Threads = dict[int, threading.Thread]  # by peer
-_Watched = tuple[int, Tag | Note, Sequence["dist.Work"], float | None]
-_Works = list[tuple["dist.Work", Tensor]]
+Works = list[tuple["dist.Work", Tensor]]

@@ -11,7 +11,7 @@ import collections
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,6 @@ from zbkern.pipeline.transport.mailbox import PipelineError
 
 FOREVER = timedelta(days=365)
 _CTAS = 4  # blocks of a kernel of NCCL
-_QUEUES = 8  # of a GPU
 _calls: collections.Counter[str] = collections.Counter()
 
 
@@ -75,24 +74,6 @@ def _environ(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def check_hardware_queues(environ: Mapping[str, str]) -> None:
-    """Raises ValueError where a GPU has so few queues that a message waits behind one that waits for it.
-
-    environ: the environment of this process. Under MPS a process has two queues where it does not ask for more.
-    """
-    folder = environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    under_mps = "CUDA_MPS_PIPE_DIRECTORY" in environ or os.path.exists(os.path.join(folder, "control"))
-    given = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    queues = int(given) if given and given.isdecimal() else 2 if under_mps else 8
-    if queues < _QUEUES:
-        found = f"got CUDA_DEVICE_MAX_CONNECTIONS={given}" if given else "the default under MPS is 2"
-        raise ValueError(
-            f"Pipeline: a GPU needs {_QUEUES} hardware queues or more, or ranks wait for each other for ever; {found}; "
-            "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses its GPU, such as in the command of "
-            "torchrun"
-        )
 
 
 def _missing(error: RuntimeError, ranks: Sequence[int]) -> str:
