@@ -37,7 +37,8 @@ def slowest_link(transport: Transport, device: torch.device, timeout: float, siz
                 for count in (1, numbers)
             )
             rate = 4 * (numbers - 1) / max(large - small, 1e-6 * large)
-            measured.append((small * 1e3, rate / 1e3))
+            if transport.rank == low:  # which sends first, and so sees all of the way there and back
+                measured.append((small * 1e3, rate / 1e3))
     links = [link for of_rank in transport.gather(measured) for link in of_rank]
     latencies, bandwidths = zip(*links, strict=True) if links else ((0.0,), (math.inf,))
     return Link(max(latencies), min(bandwidths))
