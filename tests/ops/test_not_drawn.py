@@ -173,8 +173,6 @@ def packed(w: Tensor, ends: Tensor) -> Tensor:
 
 
 INTS = {"dtype": torch.int32}
-
-
 BUFFERS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Tensor]] = {
     "indices": (lambda w, i: Z.embedding(i, w), (9, 5), torch.tensor([1, 3, 3])),
     "ends": (lambda w, e: Z.grouped_linear(torch.ones(4, 5), w, offsets=e), (3, 2, 5), torch.tensor([1, 3, 4], **INTS)),

@@ -14,12 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from tests.support.chunks import needed, results_on_threads, run_pipelines
-from zbkern.pipeline import (
-    Pipeline,
-    PipelineError,
-    cut,
-    schedules,
-)
+from zbkern.pipeline import Pipeline, PipelineError, cut, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 
@@ -246,8 +241,6 @@ def test_what_a_chunk_cannot_do_is_refused(make: type[Brought]) -> None:
 
 
 HOOKED = [BackwardHook, HookBefore, CheckpointedHook, HookInside]
-
-
 NEAR = [Frozen, *HOOKED, OwnOutput, PaddedPlainly, OtherNames, TiedBeside]
 
 

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 import zbkern
 from tests.support.chunks import results_on_threads
-from zbkern.pipeline import (
-    Optimizer,
-    Pipeline,
-    cut,
-    schedules,
-)
+from zbkern.pipeline import Optimizer, Pipeline, cut, schedules
 from zbkern.pipeline.transport.local import LocalTransport
 
 

@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbkern.pipeline import (
-    cut,
-    schedules,
-)
+from zbkern.pipeline import cut, schedules
 
 
 class Chain(nn.Module):
