@@ -1,68 +1,24 @@
-"""The tables, formulas and pictures of the pages are those of the code and of the figures in bench/results."""
+"""The tables and figures of the pages are those of the code and of bench/results."""
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import inspect
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-import zbkern
-from bench import (
-    context,
-    gpu,
-    layouts,
-    models,
-    overlap_counted,
-    overlap_planned,
-    planner,
-    planner_exact,
-    published_runs,
-)
+from bench import context, gpu, layouts, models, planner, planner_exact, published_runs
+from tests.support.pages import DOCS, ROOT, page, tables
 from zbkern.kernels import dispatch, spec
-from zbkern.pipeline import Costs, schedules, simulate
-from zbkern.pipeline.runtime.last_step import LastStep
 from zbkern.planning.cost_model import exactness
 from zbkern.planning.cost_model.architecture import load_architecture
 from zbkern.planning.cost_model.hardware import load_hardware
 from zbkern.planning.cost_model.job import Job
 from zbkern.planning.cost_model.model_costs import Setting
 from zbkern.planning.cost_model.software import under
-from zbkern.planning.planner import native
-
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-
-
-def page(name: str) -> str:
-    return (DOCS / name).read_text(encoding="utf-8")
-
-
-def tables(text: str, *header: str) -> list[list[str]]:
-    """The rows of the one table whose first columns have these names, which are patterns."""
-    columns = "".join(rf"\s*{column}\s*\|" for column in header)
-    pattern = rf"^\|{columns}[^\n]*\n\|[-: |]+\n((?:\|[^\n]*\n)+)"
-    (rows,) = re.findall(pattern, text, re.MULTILINE)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.strip().split("\n")]
-
-
-def script(name: str) -> ModuleType:
-    """Of the folder of pages."""
-    made = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
-    assert made is not None
-    assert made.loader is not None
-    module = importlib.util.module_from_spec(made)
-    made.loader.exec_module(module)
-    return module
-
 
 # ---- performance.md and the README
 
@@ -336,116 +292,6 @@ def test_the_errors_of_the_cost_model() -> None:
         assert cells == [published_runs.cell(table.get(kind, {}).get(ran)) for table in (fitted, unseen)], (kind, ran)
 
 
-# ---- schedules.md: its formulas, its tables and its pictures, and those of the other pages
-
-gallery = script("gallery")
-
-
-def test_tables_and_figures_are_those_of_the_simulator() -> None:
-    shown = gallery.PAGE.read_text(encoding="utf-8")
-    parts = re.findall(r"<!-- ([a-z0-9_ ]+) -->\n", shown)
-    assert sorted(name for name in parts if name != "end") == sorted([*gallery.PARTS, *gallery.FORMULAS])
-    for made, kept in zip(gallery.fill(shown).split("\n"), shown.split("\n"), strict=True):
-        assert made == kept, "the page is out of date: python docs/gallery.py"
-
-
-@pytest.mark.parametrize("name", gallery.FORMULAS)
-def test_pictures_are_those_of_the_simulator(name: str) -> None:
-    kept = (gallery.IMAGES / f"{name}.svg").read_text(encoding="utf-8")
-    assert gallery.picture(name) == kept, "the picture is out of date: python docs/gallery.py"
-    assert f"(images/{name}.svg)" in gallery.PAGE.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("stages", [4, 5, 6, 7, 9])
-@pytest.mark.parametrize("name", gallery.FORMULAS)
-def test_formulas_are_those_of_the_simulator(name: str, stages: int) -> None:
-    formulas, interleaved = gallery.FORMULAS[name], name in gallery.INTERLEAVED
-    any_costs = set("FBW") & set(formulas.bubble)
-    for f, b, w in [(1, 1, 1), *([(5, 4, 2), (3, 6, 3)] if any_costs else [])]:
-        for v in (2, 3) if interleaved else (1,):
-            for m in (2 * stages, 3 * stages):
-                found = gallery.timeline(name, stages, m, Costs(f, b, w, held=1), v)
-                values = {"p": stages, "m": m, "v": v, "F": f, "B": b, "W": w}
-                bounds = [eval(each, dict(values)) for each in formulas.bubble.split(" to ")]
-                bubble = found.cost - m * (f + b + w)
-                assert bounds[0] - 1e-9 <= bubble <= bounds[-1] + 1e-9
-                assert max(found.peak_memory) == pytest.approx(eval(formulas.memory, dict(values)))
-
-
-@pytest.mark.skipif(native.core is None, reason="one needs the planner's search, which is not compiled")
-def test_other_pictures_are_those_of_their_script(tmp_path: Path) -> None:
-    for path in script("figures").save_all(tmp_path):
-        kept = DOCS / "images" / path.name
-        assert path.read_text(encoding="utf-8") == kept.read_text(encoding="utf-8"), "python docs/figures.py"
-
-
-# ---- glossary.md
-
-
-GENERATORS = {
-    "GPipe": "gpipe",
-    "1F1B": "one_f_one_b",
-    "ZB-H1": "zb_h1",
-    "ZB-H2": "zb_h2",
-    "ZB-V": "zb_v",
-    "V-Half": "v_half",
-}
-
-
-def formulas(second_column: str) -> list[tuple[str, str]]:
-    """(schedules, formula) of the table whose second column begins with these words."""
-    rows = tables(page("glossary.md"), "schedule", rf"{second_column}[^|]*")
-    return [(row[0], re.findall("^`([^`]+)`", row[1])[0]) for row in rows]
-
-
-@pytest.mark.parametrize(("title", "formula"), formulas("bubble"))
-def test_bubbles(title: str, formula: str) -> None:
-    for p, (f, b, w, c) in [(4, (5, 4, 2, 0.3)), (6, (10, 9, 5, 1.0)), (8, (3, 3, 3, 0.5))]:
-        c = c if "c" in formula else 0.0
-        timeline = simulate(getattr(schedules, GENERATORS[title])(p, 2 * p), Costs(f, b, w, communication=c))
-        work = 2 * p * (f + b + w)
-        bubble = eval(formula, {"p": p, "F": f, "B": b, "W": w, "c": c})
-        assert timeline.cost - work == pytest.approx(bubble)
-        assert timeline.bubble_rate == pytest.approx(bubble / (work + bubble))
-
-
-@pytest.mark.parametrize(("titles", "formula"), formulas("peak memory"))
-def test_memory(titles: str, formula: str) -> None:
-    for title in titles.split(", "):
-        for p in (4, 6, 9):
-            m = 2 * p
-            schedule = getattr(schedules, GENERATORS[title])(p, m)
-            activation = p / len(schedule.placement)  # of a chunk, where one stage's is 1
-            timeline = simulate(schedule, Costs(activation=activation, held=activation))
-            assert max(timeline.peak_memory) == pytest.approx(eval(formula, {"p": p, "m": m})), title
-
-
-# ---- overlap.md, counted and simulated anew
-
-
-@pytest.mark.parametrize("row", tables(page("overlap.md"), "all-to-alls, of the step in turn"), ids=lambda row: row[0])
-def test_the_counted_table(row: list[str]) -> None:
-    share, *expected = row
-    _, *found = overlap_counted.row_of(int(share.removesuffix(" %")) / 100, 8).values()
-    assert [f"{each:.2f}" for each in found] == expected
-
-
-PLANNED = tables(page("overlap.md"), "ranks, microbatches", "all-to-alls")
-
-
-@pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, marks=[] if row[0] == "4, 8" else [pytest.mark.slow], id=", ".join(row[:2])) for row in PLANNED],
-)
-def test_the_planned_table(row: list[str]) -> None:
-    ranks, microbatches = map(int, row[0].split(", "))
-    share = int(row[1].removesuffix(" %")) / 100
-    found = [overlap_planned.measure(ranks, microbatches, share, memory, 0) for memory in (1.25, 1.5, 2.0)]
-    figures = [found[0]["turns"], found[0]["dualpipe"], *(each["planned"] for each in found)]
-    assert [f"{each:.3f}" for each in figures] == row[2:]
-    assert all(each["planned"] > each["dualpipe"] for each in found if each["dualpipe_fits"])
-
-
 # ---- kernels.md
 
 
@@ -465,37 +311,3 @@ def test_why_backends_cannot_run() -> None:
 def test_the_backends() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", page("kernels.md"), re.MULTILINE)
     assert sorted(rows) == sorted(spec.IMPLEMENTATIONS)
-
-
-# ---- api.md has every public name, and the arguments that it shows exist
-
-API = {word for part in re.findall(r"`([^`]+)`", page("api.md")) for word in re.findall(r"\w+", part.partition("(")[0])}
-CALLS = re.findall(r"^\| `([\w.]+)\(([^`]*)\)`", page("api.md"), re.MULTILINE)
-
-
-def test_every_public_name_is_there() -> None:
-    public = {*zbkern.__all__, *zbkern.pipeline.__all__, *schedules.NAMES} - {"__version__"}
-    assert (public | {*zbkern.nn.__all__, *zbkern.functional.__all__}) - API == set()
-
-
-def found(path: str) -> Any:
-    """What the page calls by this name."""
-    first, *rest = path.replace("pipe.last", "last").split(".")
-    homes = (zbkern, zbkern.pipeline)
-    objects = {"pipe": zbkern.pipeline.Pipeline, "last": LastStep}
-    value = objects.get(first) or next(getattr(home, first) for home in homes if hasattr(home, first))
-    for name in rest:
-        value = getattr(value, name)
-    return value
-
-
-@pytest.mark.parametrize(("path", "arguments"), CALLS, ids=[path for path, _ in CALLS])
-def test_arguments(path: str, arguments: str) -> None:
-    known = inspect.signature(found(path)).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
-        return
-    positional, _, named = re.sub(r"lambda.*|\{.*?\}", "", arguments).partition("*, ")
-    for part, kinds in (positional, {"POSITIONAL_OR_KEYWORD"}), (named, {"KEYWORD_ONLY"}):
-        for keyword, default in re.findall(r"(\w+)=([^,]+)", part):
-            assert known[keyword].kind.name in kinds
-            assert default in ("...", "64 MiB") or known[keyword].default == ast.literal_eval(default)

@@ -1,6 +1,6 @@
 """Generators: valid for any size, and equal to torch's own tables.
 
-Their closed forms and memory are those of docs/schedules.md: tests/docs/test_tables.py, tests/planning/simulation.
+Their closed forms and memory are those of docs/schedules.md: tests/docs/test_simulated_pages.py, tests/planning.
 """
 
 from __future__ import annotations
