@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from bench import report, tune
-from bench.gpu_rows import addmm, exact
+from bench.gpu_rows_w import addmm, exact
 from zbkern import testing
 from zbkern.kernels import dispatch, tiles
 from zbkern.kernels.cuda import wgrad as extension

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, gpu_block, gpu_rows
+from bench import gpu, gpu_block, gpu_rows, gpu_rows_w
 from bench.gpu_case import Bench, Case, Row, Sizes
 from zbkern import testing
 
@@ -96,7 +96,7 @@ def test_nothing_is_measured_that_could_not_be_checked() -> None:
 
 @pytest.mark.parametrize("name", ["W, fp32 added", "W of 4, merged", "all W of a layer", "W of 8 experts"])
 def test_w_is_measured_where_torch_cannot_add_to_float32(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_rows, "addmm", lambda *arguments: fails())
+    monkeypatch.setattr(gpu_rows_w, "addmm", lambda *arguments: fails())
     (found,) = (each for each in gpu_rows.ROWS if each.name == name)
     figures = list(gpu.measure([found], bench(), 5.0))
     assert all("rate" in figure and any("addmm" in peer for peer in figure["missing"]) for figure in figures)
