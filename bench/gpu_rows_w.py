@@ -1,4 +1,4 @@
-"""The rows of `bench.gpu` that are weight gradients: alone, merged, of a whole layer, of experts, and their host time."""
+"""The rows of `bench.gpu` that are weight gradients: alone, merged, of a layer, of experts, and their host time."""
 
 from __future__ import annotations
 
