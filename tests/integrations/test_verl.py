@@ -2,164 +2,23 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
-import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.programs import blocks, save_model
+from tests.support.programs import save_model
 from tests.support.ranks import Ranks
+from tests.support.verl_workers import COSTS, WHY, batch, step, use_cpu, weights, worker
 
-WHY = "needs verl 0.9, with what its workers import (ray, uvicorn, fastapi): pip install verl uvicorn fastapi"
 pytest.importorskip("verl", reason=WHY)
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations.md"
-VOCABULARY, TIMEOUT = 13, 400
-COSTS = {"forward": 2.0, "backward": 3.5, "weight": 1.0, "overhead": 0.01, "tokens": 64}
-COSTS |= {"attention_forward": 1.0, "attention_backward": 2.5}
-
-
-def use_cpu() -> None:
-    """verl has no platform of CPUs alone; without a GPU it would take CUDA."""
-    from verl.plugin.platform import set_platform
-    from verl.plugin.platform.platform_cuda import PlatformCUDA
-
-    class Device(ModuleType):
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return lambda *_, **__: (1, 1) if name == "mem_get_info" else 0
-
-    class OnCPU(PlatformCUDA):
-        device_name, device_module = "cpu", Device("cpu")
-
-        def current_device(self) -> Any:
-            return "cpu"
-
-        def communication_backend_name(self) -> str:
-            return "gloo"
-
-    set_platform(OnCPU())
-
-
-def batch(rows: slice = slice(None), longest: int = 9) -> Any:
-    """8 prompts with answers, as PPO has them: padded on both sides, and then verl's nested tensors."""
-    from verl.utils import tensordict_utils
-    from verl.workers.utils.padding import left_right_2_no_padding
-
-    generator = torch.Generator().manual_seed(3)
-    sizes = torch.randint(1, 6, (8,), generator=generator).tolist()
-    answers = [longest, *torch.randint(2, min(longest, 60) + 1, (7,), generator=generator).tolist()]
-    tokens = torch.randint(1, VOCABULARY, (8, 5 + longest), generator=generator)
-    place = torch.arange(5 + longest) - 5
-    mask = torch.stack([(place >= -size) & (place < answer) for size, answer in zip(sizes, answers, strict=True)])
-    mask, tokens = mask.long(), tokens * mask
-    response = mask[:, 5:]
-    of_answers = {
-        name: torch.randn(8, longest, generator=generator) * response for name in ("advantages", "old", "ref")
-    }
-    tensors = {
-        "input_ids": tokens,
-        "attention_mask": mask,
-        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "response_mask": response,
-        "prompts": tokens[:, :5].clone(),
-        "responses": tokens[:, 5:].clone(),
-        "advantages": of_answers["advantages"],
-        "old_log_probs": -of_answers["old"].abs(),
-        "ref_log_prob": -of_answers["ref"].abs(),
-    }
-    about = {"temperature": 0.7, "global_batch_size": 8, "calculate_entropy": True}
-    tensors = {name: tensor[rows] for name, tensor in tensors.items()}
-    return left_right_2_no_padding(tensordict_utils.get_tensordict(tensors, about))
-
-
-def worker(
-    folder: str, strategy: str, model_type: str = "language_model", optimizer: str = "AdamW", **options: Any
-) -> Any:
-    """verl's TrainingWorker with an engine that has read its model."""
-    use_cpu()
-    from verl.trainer.config import CheckpointConfig
-    from verl.workers.config import (
-        ActorConfig,
-        FSDPEngineConfig,
-        FSDPOptimizerConfig,
-        HFModelConfig,
-        TrainingWorkerConfig,
-    )
-    from verl.workers.engine_workers import TrainingWorker
-    from verl.workers.utils.losses import ppo_loss
-
-    config: Any = FSDPEngineConfig
-    options = {"max_token_len_per_gpu": 30, "infer_max_token_len_per_gpu": 30, **options}
-    environment = {"MASTER_ADDR": "", "MASTER_PORT": "", "LOCAL_RANK": "0"}
-    if strategy == "fsdp2":
-        import trl
-        import verl.workers.engine.fsdp.transformer_impl as fsdp
-
-        fsdp.get_device_id = lambda: "cpu"
-        trl.AutoModelForCausalLMWithValueHead = getattr(trl, "AutoModelForCausalLMWithValueHead", Ranks)  # of old ones
-        environment["VERL_ENGINE_DEVICE"] = "cuda"  # for which it is registered
-        options |= {"use_torch_compile": False, "mixed_precision": {"param_dtype": "fp32"}}
-    else:
-        from zbkern.integrations.verl import EngineConfig as config
-
-        options = {"dtype": "float32", **options}
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**environment, "RANK": str(rank), "WORLD_SIZE": str(size)}.items():
-            patch.setenv(name, value or os.environ.get(name, value))
-        made = TrainingWorker(
-            TrainingWorkerConfig(
-                model_type=model_type,
-                model_config=HFModelConfig(
-                    path=folder,
-                    override_config={"attn_implementation": "eager"},
-                    enable_gradient_checkpointing=strategy == "zbkern" and "costs" not in options,
-                    use_remove_padding=strategy == "zbkern",  # of others it needs flash-attn
-                ),
-                engine_config=config(strategy=strategy, **options),
-                optimizer_config=FSDPOptimizerConfig(
-                    optimizer=optimizer,
-                    lr=1e-2 if optimizer == "AdamW" else 0.5,
-                    total_training_steps=4,
-                    clip_grad=0.5,
-                    lr_scheduler_type="cosine",
-                    min_lr_ratio=0.1,
-                ),
-                checkpoint_config=CheckpointConfig(save_contents=["model", "optimizer", "extra", "hf_model"]),
-            )
-        )
-    made.reset()
-    actor = ActorConfig(
-        strategy=strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_kl_loss=True, entropy_coeff=0.01
-    )
-    made.set_loss_fn(partial(ppo_loss, config=actor))
-    return made
-
-
-def weights(made: Any) -> dict[str, torch.Tensor]:
-    found = made.engine.get_per_tensor_param()[0]
-    return {name: getattr(value, "full_tensor", value.clone)().float().clone() for name, value in found}
-
-
-def step(made: Any, data: Any) -> dict[str, Any]:
-    """The step's loss, norm and rate, and all metrics of micro-batches; of ranks that have them."""
-    from verl.utils import tensordict_utils
-
-    tensordict_utils.assign_non_tensor(data, update_lr_scheduler=True)
-    output = made.train_batch(data)
-    return {} if output is None else tensordict_utils.get(output, "metrics")
+TIMEOUT = 400
 
 
 def train(
@@ -356,96 +215,3 @@ def test_a_critic_has_a_value_for_each_token(folder: Path, two_ranks: Any, tmp_p
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert loss == pytest.approx(expected.item(), rel=1e-5)
     assert norm == pytest.approx(torch.nn.utils.get_total_norm(gradients).item(), rel=1e-5)
-
-
-STUBS = Path(__file__).parents[1] / "support" / "stubs"
-
-
-@pytest.mark.parametrize("file", sorted(STUBS.rglob("verl/**/*.pyi")), ids=lambda file: str(file.relative_to(STUBS)))
-def test_the_names_and_signatures_that_mypy_knows_are_verls(file: Path) -> None:
-    """Where verl is not installed, as in CI, mypy checks the engine against them."""
-    path = file.relative_to(STUBS).with_suffix("").parts
-    module = importlib.import_module(".".join(path[:-1] if path[-1] == "__init__" else path))
-
-    def compare(nodes: list[ast.stmt], real: Any, where: str) -> None:
-        for node in nodes:
-            if isinstance(node, ast.FunctionDef):
-                found = getattr(real, node.name)
-                if any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list):
-                    assert isinstance(found, property), f"{where}.{node.name}"
-                    continue
-                theirs = [
-                    (p.name, p.kind.name, p.default is p.empty)
-                    for p in inspect.signature(getattr(found, "__func__", found)).parameters.values()
-                ]
-                assert parameters(node) == theirs, f"{where}.{node.name}"
-            elif isinstance(node, ast.ClassDef):
-                compare(node.body, getattr(real, node.name), node.name)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(real, type):
-                fields = getattr(real, "__dataclass_fields__", None) or inspect.getsource(real.__init__)
-                assert node.target.id in fields, f"{where}.{node.target.id}"
-
-    def parameters(node: ast.FunctionDef) -> list[tuple[str, str, bool]]:
-        given = node.args
-        first_default = len(given.args) - len(given.defaults)
-        found = [(a.arg, "POSITIONAL_OR_KEYWORD", number < first_default) for number, a in enumerate(given.args)]
-        return [*found, *([(given.kwarg.arg, "VAR_KEYWORD", True)] if given.kwarg else [])]
-
-    compare(ast.parse(file.read_text()).body, module, file.name)
-
-
-def test_options_that_would_be_left_out_are_refused() -> None:
-    from zbkern.integrations.verl import EngineConfig, _check_options
-
-    model = {"use_remove_padding": True, "lora_rank": 0, "enable_activation_offload": False}
-    model["enable_gradient_checkpointing"] = True
-    mtp = SimpleNamespace(enable=False)
-    engines = {"pipeline_parallel_size": 3, "schedule": "none", "dtype": "float16", "ulysses_sequence_parallel_size": 2}
-    _check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern"), 4)
-    for name, value in engines.items():
-        with pytest.raises(ValueError, match=f"PipelineEngine: {name} must be .*; got {value!r}"):
-            _check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern", **{name: value}), 4)
-    for name, value in {"use_remove_padding": False, "lora_rank": 8, "enable_activation_offload": True}.items():
-        with pytest.raises(ValueError, match=f"PipelineEngine: {name} must be .*; got {value!r}"):
-            _check_options(SimpleNamespace(**{**model, name: value}, mtp=mtp), EngineConfig(strategy="zbkern"), 4)
-    with pytest.raises(ValueError, match="enable_gradient_checkpointing must be False with costs"):
-        _check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern", costs=COSTS), 4)
-
-
-def test_batches_that_ask_for_more_are_refused() -> None:
-    from verl.utils import tensordict_utils
-
-    from zbkern.integrations.verl import _check_batch
-
-    use_cpu()
-    _check_batch(batch())
-    for name in ("distillation_use_topk", "calculate_sum_pi_squared", "enable_routing_replay"):
-        data = batch()
-        tensordict_utils.assign_non_tensor(data, **{name: True})
-        with pytest.raises(ValueError, match=f"got {name}"):
-            _check_batch(data)
-
-
-def test_the_options_of_the_page_make_the_engine() -> None:
-    """verl's trainer composes its configuration by hydra, and makes the dataclasses of it."""
-    import hydra
-    from omegaconf import open_dict
-    from verl.utils.config import omega_conf_to_dataclass
-
-    from zbkern.integrations.verl import EngineConfig
-
-    (command,) = [each for each in PAGE.read_text(encoding="utf-8").split("```") if "strategy=zbkern" in each]
-    overrides = [word for word in command.split() if "=" in word]
-    assert len(overrides) > 3
-    with hydra.initialize_config_module("verl.trainer.config", version_base=None):
-        config = hydra.compose("ppo_trainer", [*overrides, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"])
-    actor, reference = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    with open_dict(reference):  # as verl's worker does
-        for name in [name for name in reference if name.startswith("log_prob_")]:
-            del reference[name]
-        reference.ppo_micro_batch_size_per_gpu = 1
-    for part in (actor, reference):
-        engine = omega_conf_to_dataclass(part).engine
-        assert isinstance(engine, EngineConfig)
-        assert (engine.strategy, engine.pipeline_parallel_size) == ("zbkern", 4)
-    assert blocks(PAGE)
