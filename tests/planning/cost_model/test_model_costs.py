@@ -20,8 +20,9 @@ from zbkern.planning.cost_model.architecture import Architecture, architecture, 
 from zbkern.planning.cost_model.configuration import FAMILIES
 from zbkern.planning.cost_model.hardware import TABLE, load_hardware
 from zbkern.planning.cost_model.job import Job
-from zbkern.planning.cost_model.layer_kinds import Experts, attention, mlp
+from zbkern.planning.cost_model.layer_kinds import attention, mlp
 from zbkern.planning.cost_model.model_costs import Setting
+from zbkern.planning.cost_model.operations import rising_share
 from zbkern.planning.cost_model.software import under
 
 CONFIGURATIONS = Path(__file__).parents[3] / "bench" / "configurations"
@@ -264,14 +265,17 @@ def windows(model: Architecture) -> list[int | None]:
 
 
 def test_a_window_leaves_less_to_compute() -> None:
-    config = json.loads((CONFIGURATIONS / "gpt-oss-120b.json").read_text())
-    model = architecture(config)
-    assert windows(model)[:3] == [128, None, 128]
-    assert model.experts == Experts(128, 4)
-    costs = Setting(model, H100, Job(8192)).costs
-    assert costs.layers[1].backward < costs.layers[2].backward
-    listed = architecture({**config, "layer_types": ["full_attention"] * 36})
-    assert {*windows(listed)} == {None}
+    windowed, full = Setting(GPT_OSS, H100, Job(8192)).costs.layers[1:3]
+    assert windowed.backward < full.backward
+
+
+def test_the_context_in_a_window_rises_by_the_line_of_the_least_squares() -> None:
+    place = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    line = torch.stack((torch.ones_like(place), place), 1)
+    for window in (0.1, 0.5, 1.0):
+        seen = place.clamp(max=window)
+        risen = torch.linalg.lstsq(line, seen[:, None]).solution[1] * place
+        assert rising_share(window) == pytest.approx((risen.sum() / seen.sum()).item(), rel=1e-6)
 
 
 def test_what_a_file_leaves_out_is_the_librarys_default() -> None:
