@@ -319,16 +319,10 @@ class PipelineEngineWithValueHead(PipelineEngine):
 
     model_class = "AutoModelForTokenClassification"
 
-    def __init__(
-        self,
-        model_config: HFModelConfig,
-        engine_config: EngineConfig,
-        optimizer_config: FSDPOptimizerConfig,
-        checkpoint_config: CheckpointConfig,
-    ) -> None:
-        super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
-        model_config.hf_config.num_labels = 1
-        model_config.hf_config.classifier_dropout = 0.0
+    def initialize(self) -> None:
+        self.model_config.hf_config.num_labels = 1
+        self.model_config.hf_config.classifier_dropout = 0.0
+        super().initialize()
 
     def model_output(self, output: Any, part: Any) -> dict[str, Tensor]:
         values = getattr(output, "logits", output)[0, :, 0]
