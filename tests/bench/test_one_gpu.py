@@ -46,13 +46,13 @@ def test_buffers_of_any_size_arrive_in_order_both_ways() -> None:
             theirs.recv([found], 1 - rank, 0).wait()
             if not torch.equal(found, expected):
                 wrong.append((rank, number))
-        sender.join(20)
+        sender.join(60)
 
     threads = [threading.Thread(target=rank_loop, args=(rank,), daemon=True) for rank in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert not wrong
 

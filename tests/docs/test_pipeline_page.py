@@ -116,7 +116,7 @@ def test_between_steps() -> None:
 
     def rank(transport: Any) -> Any:
         chunks = [zbkern.convert(chunk) for chunk in cut(copy.deepcopy(model), schedule, rank=transport.rank)]
-        with Pipeline(chunks, schedule, token_loss, transport, timeout=30) as pipe:
+        with Pipeline(chunks, schedule, token_loss, transport, timeout=60) as pipe:
             optimizer = Optimizer(torch.optim.AdamW(chunks[0].parameters(), 0.1), pipe)
             average = AveragedModel(nn.ParameterList(optimizer.weights()))  # of what the model began with
             average.update_parameters(nn.ParameterList(optimizer.weights()))

@@ -223,11 +223,11 @@ def with_accelerate() -> tuple[str, Any, str]:
         torch.manual_seed(0)
         chunk = zbkern.convert(torch.nn.Linear(4, 4))
         with pytest.raises(ValueError, match="shared with ranks") as caught:
-            Pipeline([accelerator.prepare(chunk)], schedules.zb_h1(2, 2), torch.nn.functional.mse_loss, timeout=20)
+            Pipeline([accelerator.prepare(chunk)], schedules.zb_h1(2, 2), torch.nn.functional.mse_loss, timeout=60)
         torch.manual_seed(0)
         chunk = zbkern.convert(torch.nn.Linear(4, 4))
         adamw = accelerator.prepare(torch.optim.AdamW(chunk.parameters()))
-        with Pipeline([chunk], schedules.zb_h1(2, 2), torch.nn.functional.mse_loss, timeout=20) as pipe:
+        with Pipeline([chunk], schedules.zb_h1(2, 2), torch.nn.functional.mse_loss, timeout=60) as pipe:
             optimizer = Optimizer(adamw, pipe, max_norm=1.0)
             (batch,) = next(iter(accelerator.prepare(DataLoader(TensorDataset(rows), batch_size=4))))
             pipe.step(batch, batch)
@@ -245,7 +245,7 @@ def with_accelerate() -> tuple[str, Any, str]:
 @pytest.mark.slow  # imports it
 @pytest.mark.dist
 def test_accelerate_prepares_optimizers_and_nothing_else(two_ranks: Any) -> None:
-    (first, rows, said), (second, others, also_said) = two_ranks.run(with_accelerate, timeout=60)
+    (first, rows, said), (second, others, also_said) = two_ranks.run(with_accelerate)
     assert "weights of chunk 0 are shared with ranks [1]" in first
     assert "weights of chunk 1 are shared with ranks [0]" in second
     assert rows != others

@@ -53,7 +53,7 @@ def build(name: str, *how: str | None) -> tuple[dict[int, nn.Sequential], Pipeli
     if how:
         schedule = with_actions(schedule, saved_in_turn(*how))
     mine = {chunk: zbkern.convert(module) for chunk, module in chunks(schedule.placement, dist.get_rank()).items()}
-    pipe = Pipeline(list(mine.values()), schedule, nn.functional.mse_loss, timeout=30)
+    pipe = Pipeline(list(mine.values()), schedule, nn.functional.mse_loss, timeout=60)
     return mine, pipe, Optimizer(make_optimizer(mine.values()), pipe, max_norm=0.15)
 
 

@@ -69,9 +69,9 @@ def plain(model: list[nn.Module], inputs: torch.Tensor, targets: torch.Tensor) -
 
 
 def on_threads(
-    size: int, function: Any, delay: Delay | None = None, ring: Callable[[int], Sequence[Any]] = LocalTransport.ring
+    size: int, function: Any, delay: Delay | None = None, ring: Callable[[int], Sequence[Any]] | None = None
 ) -> list[Any]:
-    """What function(transport) returned or raised on each rank; a thread per rank."""
+    """What function(transport) returned or raised on each rank; a thread per rank. ring: LocalTransport's, if None."""
     results: list[Any] = [None] * size
 
     def call(transport: LocalTransport) -> None:
@@ -80,12 +80,12 @@ def on_threads(
         except BaseException as error:
             results[transport.rank] = error
 
-    transports = ring(size) if delay is None else delayed_ring(size, delay)
+    transports = (ring or LocalTransport.ring)(size) if delay is None else delayed_ring(size, delay)
     threads = [threading.Thread(target=call, args=(transport,), daemon=True) for transport in transports]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "a rank hangs"
     return results
 
@@ -94,7 +94,7 @@ def results_on_threads(
     size: int,
     function: Callable[[LocalTransport], Any],
     delay: Delay | None = None,
-    ring: Callable[[int], Sequence[Any]] = LocalTransport.ring,
+    ring: Callable[[int], Sequence[Any]] | None = None,
 ) -> list[Any]:
     """function(transport) on one thread per rank; raises what the first rank raised."""
 
@@ -141,7 +141,7 @@ def step_and_evaluate(
 
     def of_rank(transport: LocalTransport) -> Any:
         chunks = cut(copy.deepcopy(model), schedule, partition, rank=transport.rank)
-        with Pipeline([*map(zbkern.convert, chunks)], schedule, loss_fn, transport, timeout=30) as pipe:
+        with Pipeline([*map(zbkern.convert, chunks)], schedule, loss_fn, transport, timeout=60) as pipe:
             return [pipe.step(*batch), pipe.evaluate(*batch)], chunks
 
     found = results_on_threads(schedule.ranks, of_rank)

@@ -310,7 +310,7 @@ def train_rank(
     rank as they are made. Without a transport, the ranks are those of torch.distributed.
     """
     rank = torch.distributed.get_rank() if transport is None else transport.rank
-    options = {"master_weights": case.dtype != torch.float32, "max_norm": MAX_NORM, "timeout": 20, **options}
+    options = {"master_weights": case.dtype != torch.float32, "max_norm": MAX_NORM, "timeout": 60, **options}
 
     def make() -> tuple[list[nn.Parameter], Optimizer, LRScheduler | None]:
         weights = case.weights(rank)

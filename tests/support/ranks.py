@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-GRACE = 15  # seconds that ranks get to end after another one has failed
+GRACE = 60  # seconds that ranks get to end after another one has failed
 ENDED = "its process ended"
 PRELOAD = ["tests.support.preloaded"]  # of the process that ranks are forked from
 
@@ -51,7 +51,7 @@ class Ranks:
         self._size = size
         self._start()
 
-    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    def run(self, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> list[Any]:
         """Raises AssertionError with the traceback of every rank that raised or did not answer in time.
 
         Where one has died or does not answer, the next call has new ones; so it has where one has begun a collective
@@ -89,7 +89,7 @@ class Ranks:
         return [values[rank] for rank in range(self._size)]
 
     def run_each(
-        self, function: Callable[..., Any], cases: dict[str, tuple[Any, ...]], timeout: float = 120
+        self, function: Callable[..., Any], cases: dict[str, tuple[Any, ...]], timeout: float = 300
     ) -> dict[str, list[Any]]:
         """`run` with the arguments of each case, by its name: where imports of ranks take longer than their cases.
 
@@ -108,7 +108,7 @@ class Ranks:
     def close(self) -> None:
         self._send(None)
         for process in self._processes:
-            process.join(10)
+            process.join(60)
         self._kill()
 
     def _send(self, task: tuple[Callable[..., Any], tuple[Any, ...]] | None) -> None:

@@ -257,7 +257,7 @@ def test_state_of_no_parameter_comes_back_to_its_rank_or_to_all(two_ranks: Any, 
 def build_small(name: str) -> tuple[dict[int, nn.Sequential], Pipeline, Optimizer]:
     schedule = getattr(schedules, name)(2, MICROBATCHES)
     mine = {chunk: module.bfloat16() for chunk, module in chunks(schedule.placement, dist.get_rank()).items()}
-    pipe = Pipeline(list(mine.values()), schedule, lambda y, target: (y.float() - target).square().mean(), timeout=30)
+    pipe = Pipeline(list(mine.values()), schedule, lambda y, target: (y.float() - target).square().mean(), timeout=60)
     parameters = [p for module in mine.values() for p in module.parameters()]
     return mine, pipe, Optimizer(torch.optim.AdamW(parameters, lr=0.01), pipe, max_norm=0.15, master_weights=True)
 

@@ -32,7 +32,7 @@ def weights_after(call: Call, folder: Path, given: bool) -> list[tuple[dict[str,
 
     def rank_calls(transport: LocalTransport) -> tuple[dict[str, Tensor], ...]:
         module = zbkern.convert(make_model(2)[transport.rank])
-        with Pipeline(module, schedules.zb_h2(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+        with Pipeline(module, schedules.zb_h2(2, 4), nn.functional.mse_loss, transport, timeout=60) as pipe:
             optimizer = Optimizer(torch.optim.SGD(module.parameters(), lr=0.1), pipe, max_norm=1e6)
             checkpoint.save(folder, 0, pipe, rename=rename)
             found = [copy.deepcopy(module.state_dict())]
@@ -79,7 +79,7 @@ def test_ranks_that_are_threads_write_one_checkpoint(tmp_path: Path) -> None:
 
     def rank_calls(transport: LocalTransport) -> None:
         mine, other = model[transport.rank], again[transport.rank]
-        with Pipeline(mine, schedules.zb_h2(2, 4), nn.functional.mse_loss, transport, timeout=20) as pipe:
+        with Pipeline(mine, schedules.zb_h2(2, 4), nn.functional.mse_loss, transport, timeout=60) as pipe:
             for step in range(3):
                 checkpoint.save(tmp_path, step, pipe, rename=rename)
             if transport.rank == 1:
@@ -88,7 +88,7 @@ def test_ranks_that_are_threads_write_one_checkpoint(tmp_path: Path) -> None:
             else:
                 with pytest.raises(PipelineError, match=r"rank 1: TypeError: .*extra must be"):
                     checkpoint.save(tmp_path, 4, pipe, rename=rename)
-        with Pipeline(other, schedules.zb_h2(2, 4), nn.functional.mse_loss, rings[transport.rank], timeout=20) as pipe:
+        with Pipeline(other, schedules.zb_h2(2, 4), nn.functional.mse_loss, rings[transport.rank], timeout=60) as pipe:
             assert checkpoint.load(tmp_path, pipe, rename=rename) == (2, None)
 
     rings = LocalTransport.ring(2)

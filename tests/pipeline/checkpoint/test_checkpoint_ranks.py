@@ -27,9 +27,9 @@ def save_with(folder: Path, case: str, failing: int) -> tuple[str, str, float]:
     """Saves step 2 with weights 2 after step 1 with weights 1; (kind, message, seconds) of what this rank raises."""
     rank = dist.get_rank()
     modules = module_of(rank, 1.0)
-    checkpoint.save(folder, 1, modules, timeout=20)
+    checkpoint.save(folder, 1, modules, timeout=60)
     nn.init.constant_(modules[rank][0].weight, 2.0)
-    arguments: dict[str, Any] = {"folder": folder, "step": 2, "modules": modules, "extra": None, "timeout": 20}
+    arguments: dict[str, Any] = {"folder": folder, "step": 2, "modules": modules, "extra": None, "timeout": 600}
     real = dcp_format.write_tensors
 
     def write(*given: Any) -> Any:
@@ -62,10 +62,10 @@ def save_with(folder: Path, case: str, failing: int) -> tuple[str, str, float]:
             kind, message = type(error).__name__, str(error)
     seconds = time.monotonic() - start
     again = module_of(rank, 0.0)
-    assert checkpoint.load(folder, again, timeout=20) == (1, None)
+    assert checkpoint.load(folder, again, timeout=60) == (1, None)
     assert again[rank][0].weight[0, 0] == 1.0
-    checkpoint.save(folder, 3, modules, timeout=20)
-    assert checkpoint.load(folder, again, timeout=20) == (3, None)
+    checkpoint.save(folder, 3, modules, timeout=60)
+    assert checkpoint.load(folder, again, timeout=60) == (3, None)
     assert again[rank][0].weight[0, 0] == 2.0
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
     return kind, message, seconds
@@ -102,14 +102,14 @@ def test_a_save_that_fails_on_one_rank(
     assert found[1 - failing][0] == "PipelineError"
     assert f"checkpoint.save: rank {failing}: {kind}: " in found[1 - failing][1]
     assert cause in found[1 - failing][1]
-    assert max(seconds for _, _, seconds in found) < 15
+    assert max(seconds for _, _, seconds in found) < 60
 
 
 def load_with(folder: Path, case: str) -> tuple[str, str]:
     rank = dist.get_rank()
     base = folder / "shared"
-    checkpoint.save(base, 1, module_of(rank, 1.0), timeout=20)
-    checkpoint.save(folder / "other", 1, module_of(rank, 3.0), timeout=20)
+    checkpoint.save(base, 1, module_of(rank, 1.0), timeout=60)
+    checkpoint.save(folder / "other", 1, module_of(rank, 3.0), timeout=60)
     path = base / "step-00000001"
     if case == "damaged" and rank == 1:
         file = path / "__1_0.distcp"
@@ -129,14 +129,14 @@ def load_with(folder: Path, case: str) -> tuple[str, str]:
         place = folder / "nothing"
     kind, message = "nothing", ""
     try:
-        checkpoint.load(place, modules, step=step, timeout=20)
+        checkpoint.load(place, modules, step=step, timeout=60)
     except BaseException as error:
         kind, message = type(error).__name__, str(error)
     if kind != "nothing":
         assert modules[rank][0].weight[0, 0] == 0.0, "something was loaded"
-    checkpoint.save(base, 2, module_of(rank, 5.0), timeout=20)
+    checkpoint.save(base, 2, module_of(rank, 5.0), timeout=60)
     again = module_of(rank, 0.0)
-    assert checkpoint.load(base, again, timeout=20) == (2, None)
+    assert checkpoint.load(base, again, timeout=60) == (2, None)
     assert again[rank][0].weight[0, 0] == 5.0
     return kind, message
 
@@ -165,7 +165,7 @@ def test_a_load_that_fails_on_one_rank(two_ranks: Any, tmp_path: Path, case: str
 def fail_in_a_pipeline(folder: Path) -> str:
     rank = dist.get_rank()
     schedule = schedules.zb_h1(2, 2)
-    with Pipeline([*module_of(rank, 1.0).values()], schedule, nn.functional.mse_loss, timeout=20) as pipe:
+    with Pipeline([*module_of(rank, 1.0).values()], schedule, nn.functional.mse_loss, timeout=60) as pipe:
         try:
             checkpoint.save(folder, 1, pipe, extra=object() if rank else 1)
         except (TypeError, RuntimeError) as error:

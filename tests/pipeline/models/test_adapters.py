@@ -151,7 +151,7 @@ def write_one_of_two(folder: Path) -> None:
     for name, target in (("default", "q_proj"), ("other", "down_proj")):
         peft.inject_adapter_in_model(lora(target_modules=[target]), chunks[0].whole, adapter_name=name)
     if rank == 0:
-        export_adapter(folder, chunks, name="other", group=groups[0], timeout=30)
+        export_adapter(folder, chunks, name="other", group=groups[0], timeout=60)
     else:
         torch.distributed.barrier()
     with pytest.raises(PipelineError, match=r"^export_adapter: rank 1 did not come to 'adapters listed' in 0\.2 s"):
@@ -162,7 +162,7 @@ def write_one_of_two(folder: Path) -> None:
 
 @pytest.mark.dist
 def test_an_adapter_is_written_by_its_name_and_the_ranks_of_a_group(two_ranks: Ranks, tmp_path: Path) -> None:
-    two_ranks.run(write_one_of_two, tmp_path, timeout=60)
+    two_ranks.run(write_one_of_two, tmp_path)
     back = peft.PeftModel.from_pretrained(base_model(), tmp_path)
     assert back.active_peft_config.target_modules == {"down_proj"}
     assert all("down_proj" in name for name in peft.get_peft_model_state_dict(back))

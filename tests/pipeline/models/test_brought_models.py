@@ -221,7 +221,7 @@ def trained(make: type[Brought]) -> None:
 
     def of_rank(transport: LocalTransport) -> Any:
         chunk = cut(copy.deepcopy(model), schedules.zb_h1(2, 2), layers=layers, rank=transport.rank)[0]
-        with Pipeline(zbkern.convert(chunk), schedules.zb_h1(2, 2), loss_fn, transport, timeout=30) as pipe:
+        with Pipeline(zbkern.convert(chunk), schedules.zb_h1(2, 2), loss_fn, transport, timeout=60) as pipe:
             losses = pipe.step(*batch), pipe.evaluate(*batch)
         return losses, {name: p.grad for name, p in chunk.named_parameters(remove_duplicate=False)}
 

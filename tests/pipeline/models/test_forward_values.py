@@ -98,7 +98,7 @@ def test_the_ratio_of_a_first_step_is_one(dtype: torch.dtype, how: str, of_seque
     def run(transport: LocalTransport) -> None:
         modules = [*map(zbkern.convert, cut(copies[transport.rank], schedule, rank=transport.rank))]
         how = {"schedule": batch.plan.schedule}
-        with Pipeline(modules, schedule, loss_fn, transport, timeout=30) as pipe:
+        with Pipeline(modules, schedule, loss_fn, transport, timeout=60) as pipe:
             old = pipe.forward(batch.inputs, targets([None] * len(tokens)), batch.side, **how)
             pipe.step(
                 batch.inputs, targets([None if old is None else each for each in old or tokens]), batch.side, **how
@@ -120,7 +120,7 @@ def test_values_of_sequences_come_in_their_order(deferred: bool) -> None:
 
     def run(transport: LocalTransport) -> Any:
         modules = [*map(zbkern.convert, cut(copies[transport.rank], schedule, rank=transport.rank))]
-        with Pipeline(modules, schedule, policy, transport, timeout=30) as pipe:
+        with Pipeline(modules, schedule, policy, transport, timeout=60) as pipe:
             return pipe.forward(batch.inputs, targets, batch.side, schedule=batch.plan.schedule)
 
     found = next(each for each in results_on_threads(2, run) if each is not None)

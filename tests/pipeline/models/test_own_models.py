@@ -80,7 +80,7 @@ def test_a_model_of_ones_own_with_tokens_as_side_inputs(partition: Any) -> None:
 
     def of_rank(transport: LocalTransport) -> Any:
         chunk = cut(copy.deepcopy(model), schedule, partition, layers=LAYERS, rank=transport.rank)[0]
-        with Pipeline(zbkern.convert(chunk), schedule, loss_fn, transport, timeout=30) as pipe:
+        with Pipeline(zbkern.convert(chunk), schedule, loss_fn, transport, timeout=60) as pipe:
             loss = pipe.step(None, targets, side={"tokens": tokens})
         return loss, {name: p.grad for name, p in chunk.named_parameters()}
 

@@ -52,7 +52,7 @@ def step(model: nn.Module, packs: bool = True) -> list[Any]:
 
     def run(transport: LocalTransport) -> Tensor | None:
         chunks = cut([model, twin][transport.rank], schedule, rank=transport.rank)
-        with InFloat64(), Pipeline([*map(zbkern.convert, chunks)], schedule, token_loss, transport, timeout=30) as pipe:
+        with InFloat64(), Pipeline([*map(zbkern.convert, chunks)], schedule, token_loss, transport, timeout=60) as pipe:
             return pipe.step(batch.inputs, batch.targets, batch.side, schedule=batch.plan.schedule)
 
     twin = copy.deepcopy(model)
@@ -193,7 +193,7 @@ def test_losses_of_whole_sequences_in_packs_and_slices(loss_fn: Any) -> None:
 
     def run(transport: LocalTransport) -> Tensor | None:
         mine = [zbkern.convert(chunks[chunk]) for chunk in plan.schedule.chunks_of(transport.rank)]
-        with Pipeline(mine, plan.schedule, per_sequence(loss_fn), transport, timeout=30) as pipe:
+        with Pipeline(mine, plan.schedule, per_sequence(loss_fn), transport, timeout=60) as pipe:
             found = pipe.step(rows, sequence_targets(targets, plan), side)
             again = pipe.evaluate(rows, sequence_targets(targets, plan), side)
             assert (found is None and again is None) or torch.allclose(found, again, rtol=1e-12, atol=0)
@@ -231,7 +231,7 @@ def test_a_policy_of_whole_sequences(lengths: tuple[int, ...]) -> None:
 
     def run(transport: LocalTransport) -> Any:
         modules = [*map(zbkern.convert, chunks := cut(copies[transport.rank], schedule, rank=transport.rank))]
-        with Pipeline(modules, schedule, per_sequence(loss_fn), transport, timeout=30) as pipe:
+        with Pipeline(modules, schedule, per_sequence(loss_fn), transport, timeout=60) as pipe:
             return pipe.step(batch.inputs, targets, batch.side, schedule=plan.schedule), chunks
 
     found = results_on_threads(2, run)

@@ -144,7 +144,7 @@ def train(kind: str, schedule: Schedule, change: Callable[[list[nn.Module]], Any
         chunks = [zbkern.convert(chunk) for chunk in chunks]
         change(chunks)
         losses = []
-        with Pipeline(chunks, schedule, nn.functional.mse_loss, transport, timeout=30) as pipe:
+        with Pipeline(chunks, schedule, nn.functional.mse_loss, transport, timeout=60) as pipe:
             sgd = torch.optim.SGD(nn.ModuleList(chunks).parameters(), lr=0.3, momentum=0.9)
             optimizer = Optimizer(sgd, pipe, max_norm=0.5, adaptive=False)
             for step in range(3):

@@ -183,7 +183,7 @@ def export_with_one_rank(folder: Path) -> None:
     rank = torch.distributed.get_rank()
     groups = [torch.distributed.new_group([each]) for each in range(2)]
     if rank == 0:
-        export(folder, cut(small(), ALONE, [0], rank=0), group=groups[0], timeout=30)
+        export(folder, cut(small(), ALONE, [0], rank=0), group=groups[0], timeout=60)
     else:
         torch.distributed.barrier()
     with pytest.raises(PipelineError, match=r"^export: rank 1 did not come to 'chunks listed' in 0\.2 s"):
@@ -194,7 +194,7 @@ def export_with_one_rank(folder: Path) -> None:
 
 @pytest.mark.dist
 def test_an_export_waits_for_the_ranks_of_its_group_so_long(two_ranks: Any, tmp_path: Path) -> None:
-    two_ranks.run(export_with_one_rank, tmp_path, timeout=60)
+    two_ranks.run(export_with_one_rank, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 

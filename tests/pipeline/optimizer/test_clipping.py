@@ -158,7 +158,7 @@ def stages_around_shards(bad: int | None, max_norm: float) -> list[tuple[Any, ..
         if transport.rank == 1:
             parameters.append(nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])))
             parameters[1].grad = distribute_tensor(torch.full((4,), 3.0), mesh, [Shard(0)])
-        optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), transport, max_norm=max_norm, timeout=20)
+        optimizer = Optimizer(torch.optim.SGD(parameters, lr=1.0), transport, max_norm=max_norm, timeout=60)
         optimizer.step()
         optimizer.validate()
         return optimizer.last_norm, whole[1].item()

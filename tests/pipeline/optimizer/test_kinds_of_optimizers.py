@@ -102,7 +102,7 @@ def errors_of(make: Any, ranks: int = 2, steps: int = 4, lost: tuple[int, ...] =
 
     def train(transport: LocalTransport) -> str:
         weights = [nn.Parameter(torch.ones(4 + transport.rank, 3)), nn.Parameter(torch.ones(5))]
-        optimizer = Optimizer(make(weights, transport.rank), transport, max_norm=1.0, timeout=20, **options)
+        optimizer = Optimizer(make(weights, transport.rank), transport, max_norm=1.0, timeout=60, **options)
         try:
             for step in range(steps):
                 for weight in weights:

@@ -51,7 +51,7 @@ def test_inverse_without_the_momentum_of_earlier_steps() -> None:
     def rank_loop(transport: LocalTransport) -> tuple[float, int]:
         weight = nn.Parameter(torch.zeros(()))
         sgd = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
-        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo="inverse", timeout=20)
+        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo="inverse", timeout=60)
         for gradient in ((0.25, 0.25), (0.5, 4.0)):  # of each rank
             weight.grad = torch.tensor(gradient[transport.rank])
             optimizer.step()
@@ -130,7 +130,7 @@ def test_a_gradient_that_changes_before_the_global_check_is_noticed() -> None:
 
     def rank_loop(transport: LocalTransport) -> None:
         weights = case.weights(transport.rank)
-        optimizer = Optimizer(case.make(weights), transport, max_norm=MAX_NORM, timeout=20)
+        optimizer = Optimizer(case.make(weights), transport, max_norm=MAX_NORM, timeout=60)
         case.backward(weights, transport.rank, 0)
         optimizer.step()
         optimizer.optimizer.zero_grad(set_to_none=False)  # not ours
@@ -162,7 +162,7 @@ def test_weights_changed_before_the_global_check_stay_or_are_noticed(
     def rank_loop(transport: LocalTransport) -> float:
         weight = nn.Parameter(torch.ones((), dtype=torch.bfloat16 if masters else torch.float32))
         sgd = torch.optim.SGD([weight], lr=1.0)
-        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo=undo, master_weights=masters, timeout=20)
+        optimizer = Optimizer(sgd, transport, max_norm=1.0, undo=undo, master_weights=masters, timeout=60)
         weight.grad = torch.full_like(weight, others if transport.rank else 0.5)
         optimizer.step()
         if transport.rank == 0:
@@ -184,7 +184,7 @@ def test_writes_that_torch_does_not_count_are_noticed_in_the_first_steps(place: 
     def rank_loop(transport: LocalTransport) -> None:
         weight = nn.Parameter(torch.ones(3))
         array = weight.detach().numpy()
-        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=60)
         weight.grad = torch.ones(3)
         optimizer.step()
         if transport.rank == 0 and place == "weight":
@@ -207,7 +207,7 @@ def test_a_look_at_the_state_waits_for_the_norm(forced: float, wrapped: bool) ->
         weights = case.weights(transport.rank)
         inner: Any = case.make(weights)
         outer = Wrapper(inner) if wrapped else inner
-        optimizer = Optimizer(outer, transport, max_norm=MAX_NORM, adaptive=False, timeout=20)
+        optimizer = Optimizer(outer, transport, max_norm=MAX_NORM, adaptive=False, timeout=60)
         kinds = {type(inner)}
         for step in range(3):
             case.backward(weights, transport.rank, step)
@@ -293,7 +293,7 @@ def test_nothing_is_copied_that_no_step_needs() -> None:
         held = []
         for max_norm in (None, 100.0):
             sgd = torch.optim.SGD([weight], lr=0.1)
-            optimizer = Optimizer(sgd, transport, max_norm=max_norm, timeout=20)
+            optimizer = Optimizer(sgd, transport, max_norm=max_norm, timeout=60)
             optimizer.step()
             held.append(len(optimizer._boundary.pending.gradients) if optimizer._boundary.pending else 0)
             optimizer.validate()
@@ -308,7 +308,7 @@ def test_gradients_that_are_views_stay_views(set_to_none: bool) -> None:
         flat, weight = torch.zeros(1), nn.Parameter(torch.zeros(1))
         weight.grad = flat.view(1)
         flat.fill_(4.0 if transport.rank else 0.6)
-        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=20)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=1.0), transport, max_norm=1.0, timeout=60)
         optimizer.step()
         optimizer.zero_grad(set_to_none)
         optimizer.validate()

@@ -85,7 +85,7 @@ def test_a_rank_waits_where_one_optimizer_has_no_undo(caplog: pytest.LogCaptureF
     def rank_loop(transport: LocalTransport) -> tuple[str, float]:
         a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
         pairs = [(torch.optim.Adagrad([a], lr=0.5), 1.0), (torch.optim.SGD([b], lr=0.5), 1.0)]
-        optimizer = Optimizer(pairs, transport, undo="inverse", timeout=20)
+        optimizer = Optimizer(pairs, transport, undo="inverse", timeout=60)
         give_gradients(optimizer, 0.1)
         optimizer.step()
         state = optimizer._boundary.state
@@ -109,7 +109,7 @@ def test_what_ranks_must_have_alike() -> None:
         if turned and transport.rank:
             parts.reverse()
         tied_names = None if table is None else {"table": tied}
-        Optimizer(parts, transport, tied=tied_names, timeout=20)
+        Optimizer(parts, transport, tied=tied_names, timeout=60)
 
     with pytest.raises(ValueError, match=r"max_norm must be the same .*\[\['SGD', 1.0\], \['AdamW', 1.0\]\], \[\['Ada"):
         results_on_threads(2, lambda transport: made(transport, True))

@@ -56,7 +56,7 @@ def test_a_group_that_comes_later(dtype: torch.dtype, undo: str | None) -> None:
             undo=undo,
             master_weights=dtype != torch.float32,
             tied={"table": tied},
-            timeout=20,
+            timeout=60,
         )
         first.grad = torch.tensor([3.0, 0.0], dtype=dtype)
         optimizer.step()
@@ -103,7 +103,7 @@ def test_a_grad_scaler_is_refused() -> None:
     def rank_loop(transport: LocalTransport) -> None:
         weight = nn.Parameter(torch.ones(2))
         weight.grad = torch.full((2,), math.inf if transport.rank else 1.0)
-        optimizer = Optimizer(torch.optim.SGD([weight]), transport, timeout=20)
+        optimizer = Optimizer(torch.optim.SGD([weight]), transport, timeout=60)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(torch.ones(()))
         with pytest.raises(TypeError, match="which sees the gradients of this rank only; train in bfloat16"):
@@ -124,7 +124,7 @@ def test_hooks_may_be_removed_and_added_while_a_step_is_pending() -> None:
 
     def rank_loop(transport: LocalTransport) -> None:
         weight = nn.Parameter(torch.zeros(2))
-        optimizer = Optimizer(torch.optim.SGD([weight], lr=0.1), transport, timeout=20)
+        optimizer = Optimizer(torch.optim.SGD([weight], lr=0.1), transport, timeout=60)
         if transport.rank == 0:
             handle = optimizer.register_step_post_hook(lambda *_: calls.append("first"))
         for _ in range(3):
@@ -153,7 +153,7 @@ def test_a_hook_may_change_weights() -> None:
 
     def rank_loop(transport: LocalTransport) -> list[Tensor]:
         weights = [nn.Parameter(torch.ones(2))]
-        optimizer = Optimizer(torch.optim.SGD(weights, lr=0.1), transport, timeout=20)
+        optimizer = Optimizer(torch.optim.SGD(weights, lr=0.1), transport, timeout=60)
         optimizer.register_step_post_hook(project(weights))
         weights[0].grad = torch.ones(2)
         optimizer.step()
@@ -249,7 +249,7 @@ def test_a_hyperparameter_that_is_a_tensor_stays_the_tensor_it_was() -> None:
     def rank_loop(transport: LocalTransport) -> tuple[Tensor, float]:
         weight, rate = nn.Parameter(torch.zeros(())), torch.tensor(1.0)
         sgd = torch.optim.SGD([weight], lr=rate)
-        optimizer = Optimizer(sgd, transport, max_norm=1.0, timeout=20)
+        optimizer = Optimizer(sgd, transport, max_norm=1.0, timeout=60)
         weight.grad = torch.tensor(4.0 if transport.rank else 0.6)
         optimizer.step()
         rate.fill_(0.25)

@@ -86,7 +86,7 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
         found: list[Any] = []
         buffer = flat_gradients(mine) if case.flat else torch.zeros(0)
         make = functools.partial(
-            Pipeline, mine, rule or first, LOSSES[case.loss], fill=case.fill, timeout=30, options=case.options
+            Pipeline, mine, rule or first, LOSSES[case.loss], fill=case.fill, timeout=60, options=case.options
         )
         with ExitStack() as opened:
             pipe = opened.enter_context(make(transport))
@@ -100,7 +100,7 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
             for step in steps:
                 if transport.rank == 0:
                     case.change(chunks, step)
-                meeting.wait(30)
+                meeting.wait(60)
                 schedule = step.schedule if rule is None else None
                 if step.fails:
                     fail(pipes[step.pipes[1]], step.fails, *batch_for(case, step, first, transport.rank), schedule)
@@ -122,12 +122,12 @@ def of_part(case: Case, chunks: list[Chunk], part: int, folder: str) -> list[Any
                 seen = of_reader(step, mine, transport.rank, meeting)
                 read = after(step, schedule, pipes[step.pipes[1]], optimizer, before, batch, others[0][transport.rank])
                 is_final = optimizer is None or step.after != "nothing"
-                meeting.wait(30)
+                meeting.wait(60)
                 assert seen is None or torch.equal(seen, flat(nn.ModuleList(mine).parameters()))
                 if transport.rank == 0:
                     state = state_of(case, chunks) if is_final else []
                     found.append([*map(torch.tensor, losses), of_inputs, *read, *state])
-                meeting.wait(30)
+                meeting.wait(60)
             views = [p for p in nn.ModuleList(mine).parameters() if hasattr(p, "main_grad")]
             assert all(p.grad is None and p.main_grad._base is buffer for p in views)
             if part + 1 < len(case.parts):
@@ -162,7 +162,7 @@ def of_reader(step: Step, chunks: list[Chunk], rank: int, meeting: threading.Bar
     if step.after in READS and step.reader in (None, rank):
         seen = flat(READS[step.after](nn.ModuleList(chunks)))
     if step.after in READS:
-        meeting.wait(30)
+        meeting.wait(60)
     return seen
 
 
@@ -242,7 +242,7 @@ def after(
     elif step.after == "offload":
         optimizer.offload_states()
     elif step.after == "another pipeline":  # its constructor compares weights
-        Pipeline(pipe.modules.values(), pipe.schedule, F.mse_loss, transport, timeout=30).close()
+        Pipeline(pipe.modules.values(), pipe.schedule, F.mse_loss, transport, timeout=60).close()
     return []
 
 

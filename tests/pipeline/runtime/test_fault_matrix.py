@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,12 +30,13 @@ from torch import nn
 
 import zbkern
 from tests.support.chunks import make_data, make_model
+from tests.support.patience import patiently
 from tests.support.ranks import PRELOAD
 from tests.support.schedules import with_neighbours_beside
 from zbkern.pipeline import Optimizer, Pipeline, Schedule, checkpoint, schedules
 from zbkern.pipeline.checkpoint import dcp_format
 from zbkern.pipeline.runtime import engine
-from zbkern.pipeline.transport import connect, distributed
+from zbkern.pipeline.transport import base, connect, distributed, rank_exchange
 from zbkern.wgrad.queue import thread
 
 TIMEOUT = 1.0  # seconds, of a Pipeline one of whose ranks is stopped
@@ -66,6 +68,7 @@ class Case(NamedTuple):
     victim: int
     hosts: bool = False
     usual_close: bool = False  # in all the time that the threads of a pipeline have to end
+    scale: float = 1.0  # of all seconds
 
     @property
     def is_survived(self) -> bool:
@@ -160,9 +163,10 @@ def run_case(case: Case, rank: int, folder: str) -> None:
     module = prepared(case, make_model(case.size)[rank], lambda: do(case.fault), rank)
     inputs, targets = make_data(4)
     at("before connecting")
-    timeout = TIMEOUT if case.fault == "stop" else LONG_TIMEOUT
+    timeout = case.scale * (TIMEOUT if case.fault == "stop" else LONG_TIMEOUT)
+    checkpoint_timeout = case.scale * CHECKPOINT_TIMEOUT
     if case.fault == "stop" and not case.usual_close:
-        distributed._TOGETHER = TOGETHER
+        distributed._TOGETHER = TOGETHER * case.scale
     with Pipeline(module, build(case.size, 4), nn.functional.mse_loss, timeout=timeout) as pipe:
         optimizer = Optimizer(torch.optim.SGD(module.parameters(), 0.1), pipe)
         for step in (1, 2, 3):
@@ -183,9 +187,9 @@ def run_case(case: Case, rank: int, folder: str) -> None:
             for call in CHECKPOINT:
                 hook = module.register_state_dict_pre_hook(lambda *_, call=call: at(call))
                 if call == "checkpoint save":
-                    checkpoint.save(folder, 1, pipe, optimizer, rename=numbered, timeout=CHECKPOINT_TIMEOUT)
+                    checkpoint.save(folder, 1, pipe, optimizer, rename=numbered, timeout=checkpoint_timeout)
                 else:
-                    checkpoint.load(folder, pipe, optimizer, rename=numbered, timeout=CHECKPOINT_TIMEOUT)
+                    checkpoint.load(folder, pipe, optimizer, rename=numbered, timeout=checkpoint_timeout)
                 hook.remove()
         at("close")
 
@@ -204,7 +208,10 @@ def rank_main(cases: Sequence[Case], rank: int, port: int, folder: str, end: Any
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     size, is_early = cases[0].size, cases[0].place in ("before connecting", "constructor")
-    usual = timedelta(seconds=MEETING if is_early and not cases[0].is_survived else LONG_MEETING)
+    scale = cases[0].scale
+    usual = timedelta(seconds=scale * (MEETING if is_early and not cases[0].is_survived else LONG_MEETING))
+    for module in (base, rank_exchange):  # in which others answer
+        module._GRACE *= scale
     is_master = cases[0].hosts and rank == 0
     store = dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=usual)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=usual)
@@ -241,7 +248,7 @@ def run_ranks(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[int, Answer]]]
             process.start()
             end.close()
         for case in cases:
-            deadline, found = time.monotonic() + BOUND, {}
+            deadline, found = time.monotonic() + BOUND * case.scale, {}
             for rank, pipe in enumerate(pipes):
                 if rank != case.victim or case.is_survived:
                     assert pipe.poll(max(0.0, deadline - time.monotonic())), f"rank {rank} hangs: {case}"
@@ -265,11 +272,12 @@ def expected(case: Case) -> str:
         return f"rank {victim} did not come to 'connect'"
     if case.place in DISK:
         _, call, stage = DISK[case.place]
-        return f"{call}: rank {victim} did not come to '{stage}' in 3 s"
+        return f"{call}: rank {victim} did not come to '{stage}' in {CHECKPOINT_TIMEOUT * case.scale:g} s"
     if case.place in CHECKPOINT and case.fault == "kill":
         return f"{case.place.replace(' ', '.')}: rank {victim} (did not come to|exited unexpectedly)"
     if case.place in CHECKPOINT and case.fault == "stop":
-        return f"{case.place.replace(' ', '.')}: rank {victim} did not come to 'arguments checked' in 3 s"
+        seconds = f"{CHECKPOINT_TIMEOUT * case.scale:g}"
+        return f"{case.place.replace(' ', '.')}: rank {victim} did not come to 'arguments checked' in {seconds} s"
     if case.fault == "kill":
         return f"rank {victim} exited unexpectedly"
     if case.fault == "stop":
@@ -290,8 +298,8 @@ def expected(case: Case) -> str:
     return f"rank {victim}{place}.*{name}"
 
 
-def check(cases: Sequence[Case]) -> None:
-    for case, found in run_ranks(cases):
+def check(cases: Sequence[Case], scale: float) -> None:
+    for case, found in run_ranks([case._replace(scale=scale) for case in cases]):
         for rank, (error, before, after) in found.items():
             if rank == case.victim:
                 assert error is not None, f"the rank that fails raises: {case}"
@@ -354,11 +362,11 @@ def named(cases: Sequence[Case]) -> str:
 @pytest.mark.dist
 @pytest.mark.parametrize("cases", with_same_ranks(SAMPLE), ids=named)
 def test_a_fault_is_known_to_all(cases: Sequence[Case]) -> None:
-    check(cases)
+    patiently(partial(check, cases))
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize("cases", with_same_ranks(EVERY), ids=named)
 def test_every_fault_is_known_to_all(cases: Sequence[Case]) -> None:
-    check(cases)
+    patiently(partial(check, cases))

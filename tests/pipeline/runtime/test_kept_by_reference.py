@@ -44,7 +44,7 @@ class Last(nn.Module):
 @pytest.mark.parametrize("buffer", [True, False])
 def test_what_a_chunk_returns_may_be_overwritten(buffer: bool) -> None:
     chunks = [zbkern.convert(First(buffer)), zbkern.convert(Last())]
-    run_pipelines(schedules.gpipe(2, 8), chunks, lambda pipe: [pipe.step(ROWS, ROWS) for _ in range(3)], timeout=20)
+    run_pipelines(schedules.gpipe(2, 8), chunks, lambda pipe: [pipe.step(ROWS, ROWS) for _ in range(3)], timeout=60)
     assert chunks[1].seen == [(float(i % 8), float(i % 8)) for i in range(24)]
 
 

@@ -217,10 +217,18 @@ else:
     if what == "raises":
         pipe.gather(1 if rank == 0 else 1 / 0)
     pipe.step(torch.ones(4, 2), torch.ones(4, 2))
-    pipe.gather(rank)
-    time.sleep(1 + (1 - rank))  # until messages have left
     if rank == 1:
+        dist.distributed_c10d._get_default_store().set("process", str(os.getpid()))
+    pipe.gather(rank)
+    told, state = f"{folder}/{what} has all", lambda: open(f"/proc/{peer}/stat").read().split(") ")[1][0]
+    if rank == 1:
+        while not os.path.exists(told):  # messages have left
+            time.sleep(0.01)
         os.kill(os.getpid(), getattr(signal, what))
+    os.mkdir(told)
+    peer = int(dist.distributed_c10d._get_default_store().get("process"))
+    while os.path.exists(f"/proc/{peer}") and state() not in "TZ":
+        time.sleep(0.01)
     open(f"{folder}/{what} ends", "w").write(str(time.time()))
 """
 
@@ -244,6 +252,6 @@ def test_a_process_ends_well_whatever_its_peer_does(tmp_path: Path) -> None:
     assert [codes[f"raises {rank}"] for rank in range(2)] == [1, 1]
     for what in ("SIGKILL", "SIGSTOP"):
         assert [codes[f"{what} {rank}"] for rank in range(2)] == [0, -signal.SIGKILL]
-        assert found[f"{what} 0"][1] - float((tmp_path / f"{what} ends").read_text()) < 20
+        assert found[f"{what} 0"][1] - float((tmp_path / f"{what} ends").read_text()) < 60
     said = (tmp_path / "raises 0.said").read_text()
     assert "PipelineError: rank 1: ZeroDivisionError: division by zero" in said

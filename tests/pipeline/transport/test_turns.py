@@ -33,7 +33,7 @@ class Peer:
         for number in numbers:
             self._sent.put(tag(number))
 
-    def receive(self, number: int, timeout: float = 20) -> None:
+    def receive(self, number: int, timeout: float = 60) -> None:
         if not self.turn.ask(tag(number), self._read_arrived):
             self.mailbox.wait_for(1, tag(number), timeout)
             self.turn.waited()
@@ -42,7 +42,7 @@ class Peer:
     def end(self) -> list[int]:
         self._sent.put(None)
         self.turn.call()
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return self._order
 
@@ -82,7 +82,7 @@ def peer() -> Iterator[Peer]:
 
 
 def test_who_asks_reads_what_is_there_while_the_thread_is_away(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "_AWAY", 1.0)  # however busy the machine is
+    monkeypatch.setattr(turns, "_AWAY", 600.0)  # however busy the machine is
     peer.send(*range(100))
     peer.receive(0)
     peer.start()
@@ -95,19 +95,25 @@ def test_who_asks_reads_what_is_there_while_the_thread_is_away(peer: Peer, monke
 def test_the_thread_reads_what_is_waited_for_at_once_and_anything_when_nobody_asks(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns, "_AWAY", 5.0)
+    monkeypatch.setattr(turns, "_AWAY", 600.0)
     monkeypatch.setattr(turns, "_MOMENT", 0.0)
     peer.send(0)
     peer.receive(0)
     peer.start()
-    threading.Timer(0.05, peer.send, [1, 2]).start()
-    start = time.monotonic()
-    peer.receive(2, timeout=4)  # 1 comes first, and is not what is waited for
-    assert time.monotonic() - start < 4
+
+    def send_once_awaited() -> None:
+        while peer.turn._awaited is None:
+            time.sleep(0.001)
+        peer.send(1, 2)
+
+    sender = threading.Thread(target=send_once_awaited)
+    sender.start()
+    peer.receive(2)  # 1 comes first, and is not what is waited for
+    sender.join()
     monkeypatch.setattr(turns, "_AWAY", 0.01)
     peer.turn.call()
     peer.send(3)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while peer.mailbox.peek(tag(3)) is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert peer.readers == {"who asks": 1, "the thread": 3}

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.patience import patiently
 from zbkern import __main__
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.planning.command import play
@@ -141,7 +142,7 @@ QUERY = "&".join(f"{name}={value}" for name, value in {**GIVEN, "schedules": "zb
 def test_other_pages_are_refused(address: str, path: str, headers: dict[str, str], allowed: bool) -> None:
     request = urllib.request.Request(f"{address}{path}", headers=headers)
     with contextlib.nullcontext() if allowed else pytest.raises(urllib.error.HTTPError, match="403"):
-        answer = urllib.request.urlopen(request, timeout=20)
+        answer = urllib.request.urlopen(request, timeout=60)
         assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
 
 
@@ -151,19 +152,19 @@ def test_one_computation_at_a_time_and_the_newest_wins(server: Any, address: str
     def drawn(given: dict[str, str]) -> dict[str, str]:
         computed.append(given["n"])
         begun.set()
-        may_end.wait(20)
+        may_end.wait(60)
         return {"svg": given["n"]}
 
     def get(n: int) -> str:
         try:
-            return urllib.request.urlopen(f"{address}/drawn?n={n}", timeout=20).read().decode()
+            return urllib.request.urlopen(f"{address}/drawn?n={n}", timeout=60).read().decode()
         except urllib.error.HTTPError as error:
             return error.read().decode()
 
     monkeypatch.setattr(play, "drawn", drawn)
     with ThreadPoolExecutor(4) as pool:
         answers = [pool.submit(get, 0)]
-        assert begun.wait(20)
+        assert begun.wait(60)
         for n in (1, 2, 3):
             newest = server._newest
             answers.append(pool.submit(get, n))
@@ -176,19 +177,22 @@ def test_one_computation_at_a_time_and_the_newest_wins(server: Any, address: str
 
 
 def test_silent_connections_end_and_hold_up_nobody(server: Any, address: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(play._Handler, "timeout", 0.5)
-    with socket.create_connection(server.server_address, timeout=20) as silent:
-        assert urllib.request.urlopen(f"{address}/", timeout=20).status == 200
-        assert silent.recv(1) == b""  # ended by the server
+    def check(scale: float) -> None:
+        monkeypatch.setattr(play._Handler, "timeout", 0.5 * scale)
+        with socket.create_connection(server.server_address, timeout=60) as silent:
+            assert urllib.request.urlopen(f"{address}/", timeout=60).status == 200
+            assert silent.recv(1) == b""  # ended by the server
+
+    patiently(check)
 
 
 def test_the_server_answers(address: str) -> None:
-    with urllib.request.urlopen(f"{address}/drawn?{QUERY}", timeout=20) as answer:
+    with urllib.request.urlopen(f"{address}/drawn?{QUERY}", timeout=60) as answer:
         assert json.load(answer) == play.drawn({**GIVEN, "schedules": "zb_h1"})
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{address}/etc/passwd", timeout=20)
+        urllib.request.urlopen(f"{address}/etc/passwd", timeout=60)
     with pytest.raises(urllib.error.HTTPError, match="400") as error:
-        urllib.request.urlopen(f"{address}/drawn?stages=0", timeout=20)
+        urllib.request.urlopen(f"{address}/drawn?stages=0", timeout=60)
     assert "stages must be a number" in json.load(error.value)["error"]
 
 

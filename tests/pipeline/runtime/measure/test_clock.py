@@ -34,7 +34,9 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_marks_are_read_on_the_clock_of_the_host() -> None:
     mine = clock.EventClock(torch.device("cuda", 1))
-    assert mine.seconds(mine.now()) == pytest.approx(time.perf_counter(), abs=0.1)
+    before = time.perf_counter()
+    found, after = mine.seconds(mine.now()), time.perf_counter()
+    assert before - 1e-3 < found < after + 1e-3
 
 
 def test_marks_are_of_the_device_asked_for() -> None:

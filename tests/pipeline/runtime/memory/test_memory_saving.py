@@ -95,7 +95,7 @@ def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alon
 
     def told(name: str) -> None:
         if name == "F4":
-            assert events["out"].wait(10)
+            assert events["out"].wait(60)
         if name in events:
             events[name].set()
 
@@ -103,7 +103,7 @@ def test_layers_leave_while_later_ones_run_and_a_backward_waits_for_its_own_alon
         if out:
             events["out"].set()
         elif next(loads) == 2:
-            assert events["B4"].wait(10)
+            assert events["B4"].wait(60)
 
     watch_copies(monkeypatch, began)
     step([deep(5, told)], "0F0 0O0 0L0 0BW0", microbatches=1, options=StepOptions(copy_size=1)).close()
@@ -121,7 +121,7 @@ def test_a_weight_gradient_waits_for_its_own_transfer_alone(row: str, monkeypatc
     def began(out: bool) -> None:
         if not out:
             loading.set()
-            assert next(begun) < last or ran.wait(10)
+            assert next(begun) < last or ran.wait(60)
 
     watch_copies(monkeypatch, began)
     module, data = deep(5), batch(3)
@@ -269,7 +269,7 @@ def test_a_copy_that_fails_is_known_to_all_and_the_pipeline_goes_on(
         pipe.step(data, data)
         return str(raised.value), timeline
 
-    (message, first), (same, second) = run_pipelines(schedule, [Watched(), Watched()], steps, timeout=5)
+    (message, first), (same, second) = run_pipelines(schedule, [Watched(), Watched()], steps, timeout=60)
     assert message == same
     assert re.match(r"rank 0, action 0.*MemoryError: the host has no more", message)
     assert [str(event.action) for row in first.copies for event in row] == [[], ["0O0"]][broken - 1]

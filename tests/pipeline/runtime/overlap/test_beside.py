@@ -127,10 +127,8 @@ def test_other_ranks_hear_of_a_failure_within_a_pair() -> None:
         modules = [nn.Sequential(InFlight(), InFlight()).double() for _ in range(2)]
         if transport.rank == 1:
             modules[1][0].register_full_backward_pre_hook(fail_beside)
-        start = time.monotonic()
-        with pytest.raises(PipelineError) as error, Pipeline(modules, schedule, mse, transport, timeout=20) as pipe:
+        with pytest.raises(PipelineError) as error, Pipeline(modules, schedule, mse, transport) as pipe:
             pipe.step(*batch(6))
-        assert time.monotonic() - start < 10
         return str(error.value)
 
     first, second = results_on_threads(2, run)

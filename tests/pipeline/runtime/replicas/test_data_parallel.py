@@ -120,7 +120,7 @@ def ddp(**options: Any) -> nn.Module:
 
 
 def pipeline(module: nn.Module) -> Pipeline:
-    return Pipeline(module, schedules.zb_h1(2, MICROBATCHES), loss_fn, mesh().get_group("stage"), timeout=30)
+    return Pipeline(module, schedules.zb_h1(2, MICROBATCHES), loss_fn, mesh().get_group("stage"), timeout=60)
 
 
 def refuse() -> list[str]:
@@ -266,7 +266,7 @@ def count_forwards() -> list[float]:
     module, found = Counting(1 + mesh()["other"].get_local_rank()), []
     wrapped = nn.parallel.DistributedDataParallel(zbkern.convert(module), process_group=mesh().get_group("other"))
     group = mesh().get_group("stage")
-    with Pipeline(wrapped, schedules.zb_h1(2, 2), nn.functional.mse_loss, group, timeout=30) as pipe:
+    with Pipeline(wrapped, schedules.zb_h1(2, 2), nn.functional.mse_loss, group, timeout=60) as pipe:
         for _ in range(2):
             pipe.step(*torch.ones(2, 2, WIDTH))
             found.append(module.seen.item())

@@ -45,7 +45,7 @@ def test_a_rank_that_dies_ends_all_replicas(tmp_path: Path) -> None:
     expected = {**dict.fromkeys((0, 2), "action reduction over replicas"), 1: "rank 1 exited unexpectedly"}
     for rank, message in expected.items():
         when, _, said = (tmp_path / str(rank)).read_text().partition(" ")
-        assert float(when) - start < 10
+        assert float(when) - start < 60
         assert message in said, f"rank {rank}: {said}"
 
 
