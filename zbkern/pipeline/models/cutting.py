@@ -16,15 +16,7 @@ from torch import nn
 from zbkern.pipeline.models import weights as loading
 from zbkern.pipeline.models.chunk import Chunk
 from zbkern.pipeline.models.halves import Halves, halves_of
-from zbkern.pipeline.models.layers import (
-    Layer,
-    built,
-    check_encoder,
-    halves_of_layer,
-    layers_of,
-    owners_of,
-    shared_parameters,
-)
+from zbkern.pipeline.models.layers import Divided, Layer, check_encoder, divided, halves_of_layer, listed
 from zbkern.pipeline.models.residual import WholeBlock
 from zbkern.pipeline.models.skips import last_users
 from zbkern.pipeline.models.stand_ins import After, Before, Entry, Flow, Skipped, Zeros, like_parameter, outside
@@ -75,18 +67,17 @@ def cut(
     schedule = plan if isinstance(plan, Schedule) else getattr(plan, "schedule", None)
     if not isinstance(schedule, Schedule):
         raise TypeError(f"cut: plan must be a Plan or a Schedule; got {type(plan).__name__}")
-    model = built("cut", model)
-    found = layers_of(model, layers)
+    whole = divided("cut", model, layers)
+    found, names = listed(whole), [*whole.kinds]
     partition = _partition(plan, partition, found, len(schedule.placement))
-    halves = _halves(model, found, partition)
-    check_encoder("cut", model, [layer.name for layer in found], partition)
+    halves = _halves(whole.model, found, partition)
+    check_encoder("cut", whole.model, names, partition)
     bounds = [*pairwise(partition), (partition[-1], len(found))]
     mine = schedule.chunks_of(_rank(rank, group, schedule))
-    names = [layer.name for layer in found]
     used = last_users("cut", skips, names)
-    chunks = [_chunk(model, names, *bounds[number], used, halves) for number in mine]
+    chunks = [_chunk(whole, *bounds[number], used, halves) for number in mine]
     if device is None or torch.device(device).type != "meta":
-        loading.fill(model, chunks, weights, init, seed, torch.device(device or "cpu"))
+        loading.fill(whole.model, chunks, weights, init, seed, torch.device(device or "cpu"))
     return chunks
 
 
@@ -117,19 +108,18 @@ def layer_chunks(
     if rank is None and (place := place_in(group)) is not None:
         rank, ranks = place
     rank, ranks = rank or 0, ranks or 1
-    model = built("layer_chunks", model)
-    names = [layer.name for layer in layers_of(model, layers, halves=halves)]
+    whole = divided("layer_chunks", model, layers)
+    names = [layer.name for layer in listed(whole, halves)]
     if not 0 <= rank < ranks <= len(names):
         raise ValueError(
             f"layer_chunks: rank must be one of ranks, and ranks at most the {len(names)} layers; got {rank} of {ranks}"
         )
-    check_encoder("layer_chunks", model, names, range(len(names)))
+    check_encoder("layer_chunks", whole.model, names, range(len(names)))
     mine = range(len(names) * rank // ranks, len(names) * (rank + 1) // ranks)
-    wholes = [*dict.fromkeys(map(layer_of, names) if halves else names)]
-    bounds = [*pairwise([*numbers_of(names), len(wholes)])]
-    used = last_users("layer_chunks", skips, wholes)
-    found = {names[index]: _chunk(model, wholes, *bounds[index], used, {}) for index in mine}
-    loading.fill(model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
+    bounds = [*pairwise([*numbers_of(names), len(whole.kinds)])]
+    used = last_users("layer_chunks", skips, [*whole.kinds])
+    found = {names[index]: _chunk(whole, *bounds[index], used, {}) for index in mine}
+    loading.fill(whole.model, [*found.values()], weights, init, seed, torch.device(device or "cpu"))
     return found
 
 
@@ -201,17 +191,11 @@ def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule)
     return 0
 
 
-def _chunk(
-    model: nn.Module,
-    names: list[str],
-    start: float,
-    end: float,
-    used: Mapping[str, int],
-    known: Mapping[str, Halves],
-) -> Chunk:
+def _chunk(whole: Divided, start: float, end: float, used: Mapping[str, int], known: Mapping[str, Halves]) -> Chunk:
     """Layers from start to before end: a copy of the model that shares their parameters, without the other layers, and
     without the other half of one that begins or ends within it. used: {layer: number of the last that uses its output},
     of skips. known: halves of layers."""
+    model, names, owners, ties = whole.model, [*whole.kinds], whole.owners, whole.ties
     flow = Flow()
     memo: dict[int, Any] = {}
     first, last = int(start), ceil(end)
@@ -229,8 +213,7 @@ def _chunk(
             for part in halves.parts[absent]:
                 name, module = f"{names[int(bound)]}.{part}", block.get_submodule(part)
                 memo[id(module)] = Zeros(module, name, flow, halves.outputs[part])
-    owners = owners_of(model, names)
-    _check_apart(model, names, owners, range(first, last), start, end)
+    _check_apart(whole, range(first, last), start, end)
     elsewhere: dict[str, str] = {}
     for name, owner in owners.items():
         if not start <= owner < end:
@@ -240,31 +223,29 @@ def _chunk(
                 elsewhere[name] = names[owner]
     memo.update({id(parameter): parameter for parameter in model.parameters()})
     replaced = set(memo)  # deepcopy adds all that it copies
-    whole = copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
     for name, owner in owners.items():
         if not start <= owner < end and id(model.get_submodule(name)) not in replaced:
-            elsewhere.update(dict.fromkeys(_drop_own(whole.get_submodule(name), name), names[owner]))
-    ties = shared_parameters(model, names)
+            elsewhere.update(dict.fromkeys(_drop_own(copied.get_submodule(name), name), names[owner]))
     shared: dict[str, str] = {}
     for name in names[first:last]:
         shared = {**ties.get(name, {}), **shared}
     others = {label for name in (*names[:first], *names[last:]) for label in ties.get(name, ())}
     tied_elsewhere = [name for label, name in shared.items() if label in others]
     sent = [name for name, last in used.items() if names.index(name) <= end - 1 < last]
-    return Chunk(whole, flow, names, start, end, shared, elsewhere, cut_blocks, tied_elsewhere, sent)
+    return Chunk(copied, flow, names, start, end, shared, elsewhere, cut_blocks, tied_elsewhere, sent)
 
 
-def _check_apart(
-    model: nn.Module, names: Sequence[str], owners: Mapping[str, int], mine: Sequence[int], start: float, end: float
-) -> None:
+def _check_apart(whole: Divided, mine: Sequence[int], start: float, end: float) -> None:
     """Raises ValueError where a module of a layer also stands beside the layers, and one of these is in another chunk:
     a placeholder would take the place of both."""
+    model, names = whole.model, [*whole.kinds]
     inside = {
         module: (f"{name}.{part}", index)
         for index, name in enumerate(names)
         for part, module in model.get_submodule(name).named_modules()
     }
-    for name, owner in owners.items():
+    for name, owner in whole.owners.items():
         part, index = inside.get(model.get_submodule(name), ("", 0))
         if part and (index in mine) != (start <= owner < end):
             raise ValueError(

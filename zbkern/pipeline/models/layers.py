@@ -52,22 +52,42 @@ def layers_of(
     TypeError for what is no model or no names, ValueError for a name that the model has not, for layers inside each
     other, and for a model whose layers are to be named.
     """
-    model = built("layers_of", model)
+    return listed(divided("layers_of", model, layers), halves)
+
+
+class Divided(NamedTuple):
+    """A model and its layers, in the order in which they run.
+
+    kinds: {layer: its kind}. owners, ties: as `owners_of` and `shared_parameters` return them.
+    """
+
+    model: nn.Module
+    kinds: dict[str, str]
+    owners: dict[str, int]
+    ties: dict[str, dict[str, str]]
+
+
+def divided(caller: str, model: nn.Module | Any, layers: Sequence[str] | Mapping[str, str] | None) -> Divided:
+    """With the arguments and errors of `layers_of`."""
+    model = built(caller, model)
     if isinstance(layers, str) or not isinstance(layers, Sequence | Mapping | None):
         raise TypeError(f"layers_of: layers must be a list of names of modules, or {{name: kind}}; got {layers!r}")
-    named = _layers_of_the_library(model) if layers is None else _named_layers(model, layers)
-    modules = {name: model.get_submodule(name) for name in named}
-    ties = shared_parameters(model, [*modules])
+    kinds = _layers_of_the_library(model) if layers is None else _named_layers(model, layers)
+    names = [*kinds]
+    owners = owners_of(model, names)
+    return Divided(model, kinds, owners, shared_parameters(model, names, owners))
+
+
+def listed(whole: Divided, halves: bool = False) -> tuple[Layer, ...]:
+    """As `layers_of` returns them."""
     found = []
-    for name, kind in named.items():
-        tied = next(iter(ties.get(name, ())), None)
-        found.append(Layer(name, kind, sum(p.numel() for p in modules[name].parameters()), tied))
+    for name, kind in whole.kinds.items():
+        module, tied = whole.model.get_submodule(name), next(iter(whole.ties.get(name, ())), None)
+        found.append(Layer(name, kind, sum(p.numel() for p in module.parameters()), tied))
         if halves and kind == "block":
             try:
-                parts = halves_of_layer(model, found[-1])
-                found[-1:] = [
-                    Layer(name + end, kind, parts.parameters(modules[name], n)) for n, end in enumerate(HALVES)
-                ]
+                parts = halves_of_layer(whole.model, found[-1])
+                found[-1:] = [Layer(name + end, kind, parts.parameters(module, n)) for n, end in enumerate(HALVES)]
             except WholeBlock as reason:
                 logger.info("layers_of: %r cannot be cut in halves: %s", name, reason)
     return tuple(found)
@@ -133,15 +153,15 @@ def _classes_for(config: Any) -> list[Any]:
     return [kind.from_config for kind in kinds]
 
 
-def shared_parameters(model: nn.Module, names: Sequence[str]) -> dict[str, dict[str, str]]:
+def shared_parameters(model: nn.Module, names: Sequence[str], owners: Mapping[str, int]) -> dict[str, dict[str, str]]:
     """{layer: {first name in the model: name in the layer}} of the parameters that several of these layers have, each
-    with what stands beside the layers and belongs to it."""
+    with what stands beside the layers and belongs to it: see `owners_of`."""
     labels = {id(parameter): name for name, parameter in model.named_parameters()}
     holders: dict[int, dict[str, str]] = {}  # by parameter: the layer, and the parameter's name in the model
     for layer in names:
         for key, parameter in model.get_submodule(layer).named_parameters(prefix=layer, remove_duplicate=False):
             holders.setdefault(id(parameter), {}).setdefault(layer, key)
-    for module, owner in owners_of(model, names).items():
+    for module, owner in owners.items():
         for key, parameter in model.get_submodule(module).named_parameters(prefix=module, recurse=False):
             holders.setdefault(id(parameter), {}).setdefault(names[owner], key)
     ties: dict[str, dict[str, str]] = {}
