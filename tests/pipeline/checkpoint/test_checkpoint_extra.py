@@ -14,7 +14,7 @@ import zbkern
 from tests.support.checkpointed import WIDTH, chunks
 from tests.support.chunks import results_on_threads
 from zbkern.pipeline import Optimizer, Pipeline, checkpoint, schedules
-from zbkern.pipeline.checkpoint.named_state import digest
+from zbkern.pipeline.checkpoint.packed import digest
 from zbkern.pipeline.transport.local import LocalTransport
 
 RATES = [0.1, 0.01, 0.05, 0.001]  # of the layers

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.checkpoint.dcp_format import Stored
+from zbkern.pipeline.checkpoint.packed import digest, pack, unpack
 from zbkern.pipeline.optimizer.params import (
     check_whole,
     equal,
@@ -349,40 +348,6 @@ def check_unique(names: Iterable[tuple[str, int, str]]) -> None:
             )
 
 
-def pack(value: Any, what: str) -> Tensor:
-    """Numbers, strings, tensors, and tuples, lists and dicts of them as a tensor of bytes, uint8 [n].
-
-    what: its name in errors. Raises TypeError for what `unpack` would refuse: a checkpoint that cannot be read would
-    take the place of one that can.
-    """
-    buffer = io.BytesIO()
-    try:
-        torch.save(pytree.tree_map(_plain, value), buffer)
-        packed = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-        unpack(packed)
-    except Exception as error:
-        for path, leaf in pytree.tree_leaves_with_path(value):
-            if path:
-                pack(leaf, f"{what}{pytree.keystr(path)}")
-        raise TypeError(
-            f"checkpoint.save: {what} must be a number, a string, a tensor, or a tuple, list or dict of them, which "
-            f"are read without running anybody's code; got {type(value).__name__}"
-        ) from error
-    return packed
-
-
-def digest(value: Any) -> str:
-    """The same for equal values of what `pack` takes, on any rank."""
-    found = hashlib.sha256()
-    leaves = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(value)}
-    for path, leaf in sorted(leaves.items()):
-        data = (
-            bytes(pack(leaf.detach().cpu(), path).tolist()) if isinstance(leaf, Tensor) else repr(_plain(leaf)).encode()
-        )
-        found.update(path.encode() + data)
-    return found.hexdigest()
-
-
 def _is_tensor_entry(entry: Any, value: Any) -> bool:
     """Whether an entry of an optimizer's state is stored as a tensor of its own."""
     return isinstance(value, Tensor) and type(entry) is str and "." not in entry and not is_composite(value)
@@ -396,18 +361,6 @@ def _check_shard(name: str, entry: Any, value: Any) -> None:
             f"{type(value.to_local()).__name__}, whose scales are of blocks that other shards do not have; use an "
             "optimizer whose state is in 16 or 32 bits under fully_shard, or save without optimizer= the model alone"
         )
-
-
-def _plain(leaf: Any) -> Any:
-    """A number of numpy, such as a learning rate from a cosine, as Python's."""
-    return leaf.item() if type(leaf).__module__ == "numpy" and not getattr(leaf, "shape", None) else leaf
-
-
-def unpack(packed: Tensor) -> Any:
-    """What was packed: numbers, strings, tensors, and tuples, lists and dicts of them."""
-    data = bytearray(packed.numel())
-    torch.frombuffer(data, dtype=torch.uint8).copy_(packed)
-    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _set_exactly(present: dict[Any, Any], saved: dict[Any, Any], device: torch.device) -> None:

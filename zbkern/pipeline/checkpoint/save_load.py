@@ -23,12 +23,10 @@ from zbkern.pipeline.checkpoint.named_state import (
     NamedState,
     Rename,
     check_unique,
-    digest,
     is_of_model,
     names_of_model,
-    pack,
-    unpack,
 )
+from zbkern.pipeline.checkpoint.packed import digest, pack, unpack
 from zbkern.pipeline.runtime.engine import Pipeline
 from zbkern.pipeline.runtime.forward_state import random_state, set_random_state
 from zbkern.pipeline.transport.rank_exchange import TIMEOUT, RankExchange
