@@ -144,35 +144,12 @@ def load(
         if step is not None:
             check_count("checkpoint: step", step, 0)
         state = NamedState(modules, optimizer, rename, ranks.rank, ranks.size)
-        everywhere: set[str] = set()  # on rank 0
-
-        def choose(values: list[Any]) -> list[tuple[str, int]] | None:
-            _check_agreement([(step, names) for step, names, _ in values])
-            names = [entry for _, of_rank, _ in values for entry in of_rank]
-            everywhere.update(name for name, _, _ in names)
-            path = directory.find(folder, step)
-            if path is None:
-                _check_absent(folder, step, [seen for *_, seen in values])
-                return None
-            index = dcp_format.read_index(path)
-            _warn_of_differing_copies(path, index, names)
-            return [(path.name, index.checksum)] * ranks.size
-
-        seen = directory.find(folder, step)
-        here = (step, state.names(), None if seen is None else seen.name)
-        chosen = ranks.exchange("arguments checked", here, choose)
+        chosen = _chosen(ranks, state, folder, step)
         if chosen is None:
             return None
-        path, checksum = folder / chosen[0], chosen[1]
-        _check_shared(path)
-        index = dcp_format.read_index(path)
-        if index.checksum != checksum:
-            raise ValueError(f"checkpoint.load: {path} is another one on rank 0; {_ONE_PLACE}")
+        path, index = chosen
         stored = index.tensors
         wanted = state.targets(stored)
-        without = [name for name in names_of_model(stored) if name not in everywhere]
-        if state.rank == 0 and without:
-            logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(without), some(without))
         own = [f"{kind}.{state.rank}" for kind in ("random", "extra")]
         wanted.update({key: stored[key].empty() for key in ("common", *own) if key in stored})
         of_model = {key: tensor for key, tensor in wanted.items() if is_of_model(key)}
@@ -228,6 +205,38 @@ def _exchange(call: str, group: dist.ProcessGroup | None, timeout: float | None,
     return RankExchange(
         call, group, modules._calls.timeout if timeout is None else timeout, transport=modules._calls.transport
     )
+
+
+def _chosen(ranks: RankExchange, state: NamedState, folder: Path, step: int | None) -> tuple[Path, Index] | None:
+    """The checkpoint that rank 0 has found, and its index, the same on all ranks; None where there is none."""
+    everywhere: set[str] = set()  # on rank 0
+
+    def choose(values: list[Any]) -> list[tuple[str, int]] | None:
+        _check_agreement([(step, names) for step, names, _ in values])
+        names = [entry for _, of_rank, _ in values for entry in of_rank]
+        everywhere.update(name for name, _, _ in names)
+        path = directory.find(folder, step)
+        if path is None:
+            _check_absent(folder, step, [seen for *_, seen in values])
+            return None
+        index = dcp_format.read_index(path)
+        _warn_of_differing_copies(path, index, names)
+        return [(path.name, index.checksum)] * ranks.size
+
+    seen = directory.find(folder, step)
+    here = (step, state.names(), None if seen is None else seen.name)
+    chosen = ranks.exchange("arguments checked", here, choose)
+    if chosen is None:
+        return None
+    path, checksum = folder / chosen[0], chosen[1]
+    _check_shared(path)
+    index = dcp_format.read_index(path)
+    if index.checksum != checksum:
+        raise ValueError(f"checkpoint.load: {path} is another one on rank 0; {_ONE_PLACE}")
+    without = [name for name in names_of_model(index.tensors) if name not in everywhere]
+    if state.rank == 0 and without:
+        logger.warning("%s holds %d tensors that no rank's model has: %s", path, len(without), some(without))
+    return path, index
 
 
 def _check_agreement(values: list[tuple[int | None, list[tuple[str, int, str]]]]) -> None:

@@ -94,19 +94,9 @@ class ProbeSteps:
             counting, network = self._ledger(pipe), NetworkWatch(pipe._calls.loop.recorder)
             self._step(pipe, _Kind(apart, ledger=counting))
             held_bytes, held = counting.kept_sizes, _held_bytes(pipe)
-            kinds = {
-                "separate": _Kind(apart, network=network),
-                "merged": _Kind(apart, merge=True),
-                "fused": _Kind(_changed(apart, _fused)),
-                **self._recomputing(pipe, apart, layers),
-                **self._sliced(pipe, placement),
-            }
             packs = self._packs(pipe)
-            if packs:
-                kinds["packed"] = _Kind(apart, packs=self.options.packs)
+            kinds = self._kinds(pipe, layers, network, packs is not None)
             timelines = self._in_turn(pipe, kinds)
-            if pipe.rank == 0:
-                self._warn_of_noise(max(map(step_costs.spread, timelines.values())))
             again = (kinds["recomputing"].ledger if "recomputing" in kinds else None) or counting
             known: dict[int, MeasuredChunk] = {}
             for chunk, watch, tied in zip(pipe.modules, watches, _tied_names(modules, pipe.rank), strict=True):
@@ -140,6 +130,17 @@ class ProbeSteps:
             link = slowest_link(pipe._calls.transport, device, pipe._calls.timeout, largest) if layers else None
         return Measurements(chunks, link, **timelines, packs=packs)
 
+    def _kinds(self, pipe: Pipeline, layers: Sequence[str], network: NetworkWatch, packed: bool) -> dict[str, _Kind]:
+        """The steps that are timed."""
+        kinds = {
+            "separate": _Kind(pipe.schedule, network=network),
+            "merged": _Kind(pipe.schedule, merge=True),
+            "fused": _Kind(_changed(pipe.schedule, _fused)),
+            **self._recomputing(pipe, layers),
+            **self._sliced(pipe),
+        }
+        return {**kinds, "packed": _Kind(pipe.schedule, packs=self.options.packs)} if packed else kinds
+
     def _in_turn(self, pipe: Pipeline, kinds: Mapping[str, _Kind]) -> dict[str, list[Timeline]]:
         """The timelines of `repeats` steps of each kind, after one to warm up; of more while their times differ.
 
@@ -155,7 +156,10 @@ class ProbeSteps:
             for name, kind in kinds.items():
                 found[name].append(self._step(pipe, kind))
             turns += 1
-        return {name: each[1:] for name, each in found.items()}
+        timed = {name: each[1:] for name, each in found.items()}
+        if pipe.rank == 0:
+            self._warn_of_noise(max(map(step_costs.spread, timed.values())))
+        return timed
 
     def _step(self, pipe: Pipeline, kind: _Kind) -> Timeline:
         for parameter in (p for module in pipe.modules.values() for p in module.parameters()):
@@ -178,7 +182,7 @@ class ProbeSteps:
                 f"programs on these machines, or measure more steps: options=ProfileOptions(repeats={2 * more})"
             )
 
-    def _recomputing(self, pipe: Pipeline, schedule: Schedule, layers: Sequence[str]) -> dict[str, _Kind]:
+    def _recomputing(self, pipe: Pipeline, layers: Sequence[str]) -> dict[str, _Kind]:
         """Steps with an R in chunks that have named parts; none where none are named."""
         named = self.options.recompute
         if not named:
@@ -194,18 +198,19 @@ class ProbeSteps:
                 f"{self.function}: recompute must name parts of the modules, by patterns of their names or by their "
                 f"classes; got {tuple(named)}, which names none"
             )
-        before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(schedule.microbatches)}
-        schedule = _changed(schedule, lambda each: [before[each], each] if each in before else [each])
+        count = pipe.schedule.microbatches
+        before = {Action("B", at, each): Action("R", at, each) for at in again for each in range(count)}
+        schedule = _changed(pipe.schedule, lambda each: [before[each], each] if each in before else [each])
         return {"recomputing": _Kind(schedule, ledger=self._ledger(pipe, parts))}
 
-    def _sliced(self, pipe: Pipeline, placement: tuple[int, ...]) -> dict[str, _Kind]:
+    def _sliced(self, pipe: Pipeline) -> dict[str, _Kind]:
         """Steps with every sequence in slices; none where not asked."""
         if not self.options.slices:
             return {}
         check_sliceable(pipe.modules.values())
         tokens = max(each or 0 for each in pipe.gather(length_of(self.batch[0])))
         slices = SLICES if tokens >= sum(SLICES) else (1, 1)
-        return {"sliced": _Kind(_all_forwards_first(placement, self.microbatches, slices))}
+        return {"sliced": _Kind(_all_forwards_first(pipe.schedule.placement, self.microbatches, slices))}
 
     def _packs(self, pipe: Pipeline) -> list[list[int]] | None:
         """The lengths of the sequences in each row of the packs, None where none were asked for."""
