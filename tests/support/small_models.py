@@ -262,3 +262,12 @@ class InFloat64(TorchFunctionMode):
 
 def _wide(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value
+
+
+def small() -> nn.Module:
+    """Of nobody's library."""
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def tensors(chunks: Any) -> dict[str, torch.Tensor]:
+    return {name: value for chunk in chunks for name, value in chunk.state_dict().items()}
