@@ -21,7 +21,7 @@ PYTEST  = -m pytest --numprocesses $(WORKERS) --maxprocesses 8 --dist worksteal 
 # Triton of torch 2.10.
 TORCHES ?= .cache/torch
 SMOKE    = tests/test_import.py tests/test_torch_privates.py tests/ops/test_functional.py tests/ops/test_not_drawn.py \
-	tests/test_gradients.py \
+	tests/test_gradients.py tests/test_main_grad.py \
 	tests/conversion/test_conversion.py \
 	tests/ops/test_autograd.py tests/wgrad/test_queue.py tests/ops/test_compile.py tests/docs/test_readme.py \
 	$(addprefix tests/pipeline/,runtime/test_engine.py runtime/test_differential.py optimizer/test_optimizer.py \
