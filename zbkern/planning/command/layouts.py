@@ -158,9 +158,9 @@ def _quick(estimates: list[tuple[float, Layout]], progress: Callable[[str], None
 def _finest(layout: Layout) -> Layout:
     """With cuts inside blocks, slices, or both, where quick plans are faster by them; slices hold less, and may do
     without recomputing."""
-    fastest = _quick_seconds(layout)
     if layout.stages == 1:
         return layout
+    fastest = _quick_seconds(layout)
     job = replace(layout.job, halves=True)
     changes: list[dict[str, Any]] = [{"setting": layout.setting._replace(job=job)}]
     changes += [{"slices": "auto"}] if _sliced(layout) else []
