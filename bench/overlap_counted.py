@@ -61,7 +61,7 @@ class Stamped(LocalTransport):
 def counted(
     schedule: Schedule, times: Times, wgrads_per_collective: Any = 0, has_latency: bool = False
 ) -> list[list[Event]]:
-    """The events of an engine's step on each rank."""
+    """The events of an engine's second step on each rank."""
     ring: Any = Stamped.ring(schedule.ranks)
 
     def step(rank: int) -> list[Event]:
@@ -72,6 +72,7 @@ def counted(
             recorder = pipe._calls.loop.recorder
             recorder.now = lane.now
             x = torch.ones(schedule.microbatches, 1, requires_grad=True)
+            pipe.step(x, x)  # after which it is known that no backward runs a forward again
             for chunk in chunks:
                 chunk.sleeps = True
             pipe.step(x, x)

@@ -150,17 +150,26 @@ class Loop:
 
     def _beside(self, beside: Beside) -> None:
         """Passes that take turns, once all inputs have arrived: a pass that waited for one would hold up the others.
-        They run one after the other where a gradient that hooks of one have in flight is another's to add to."""
+        They run one after the other where two would use one gradient, or one chunk's modules, at once."""
         handlers = {"F": self._run_forward, "B": self._run_backward, "BW": self._run_backward, "W": self._run_weight}
         handlers["R"] = self._run_again
         ready = [
             partial(self._take_part, action, handlers[action.kind], self._input(action)) for action in beside.passes
         ]
-        if self._share_hooks([action.chunk for action in beside.passes if action.kind in ("B", "BW", "W")]):
+        backwards = [action.chunk for action in beside.passes if action.kind in ("B", "BW")]
+        stages = [self.stages[each.chunk] for each in beside.passes if each.kind == "F" and each.chunk in backwards]
+        weights = [action.chunk for action in beside.passes if action.kind == "W"]
+        if self._share_hooks([*backwards, *weights]) or any(stage.runs_again is not False for stage in stages):
             for each in ready:
                 each()
-        else:
-            self._passes.run(ready, [index for index, action in enumerate(beside.passes) if action.kind == "F"])
+            return
+        self._passes.run(ready, [index for index, action in enumerate(beside.passes) if action.kind == "F"])
+        if again := [stage.chunk for stage in stages if stage.runs_again]:
+            raise RuntimeError(
+                f"Pipeline: the backward of chunk {again[0]} ran a part of its forward again (torch.utils.checkpoint), "
+                "as none did before, beside another forward of it; zero the gradients and repeat the step, in which "
+                "such passes run one after the other"
+            )
 
     def _share_hooks(self, chunks: Sequence[int]) -> bool:
         """Whether backwards or W of these chunks add to one weight that has hooks."""

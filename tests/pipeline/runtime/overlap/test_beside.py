@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zbkern
 from tests.support.chunks import assert_same, one_rank, results_on_threads
-from tests.support.random_chunks import InFlight, Noise
+from tests.support.random_chunks import InFlight, Noise, _InFlight
 from tests.support.schedules import schedule_of
 from zbkern.pipeline import Pipeline, PipelineError, Schedule, schedules
 from zbkern.pipeline.runtime.overlap.passes import Passes
@@ -234,6 +235,70 @@ def test_collectives_cover_no_w_whose_tensors_are_offloaded() -> None:
     sum(mse(module(x), x) / 2 for x in xs).backward()
     for mine, parameter in zip(found, module.parameters(), strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+class Keeps(nn.Module):
+    """Keeps what belongs to a forward while a collective is in flight."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(self.linear(x))
+        return _InFlight.apply(x) * self.kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+
+
+ONE_CHUNK = ["0F0 0F1+0B0 0W0 0F2+0B1 0W1 0B2 0W2", "0F0 0B0+0F1 0W0 0B1+0F2 0W1 0B2 0W2"]
+
+
+def steps_of_one_chunk(module: nn.Module, row: str, steps: int = 2) -> tuple[list[Tensor], int]:
+    """The gradients of these steps, and how many forwards ran beside a backward."""
+    first = [at for at, each in enumerate(row.replace("+", " + ").split()) if each == "+"]
+    ranges = [(at - 1 - number, at + 1 - number) for number, at in enumerate(first)]
+    made, turns = schedule_of(row.replace("+", " "), microbatches=3), 0
+    xs = [torch.randn(2, WIDTH, dtype=torch.float64) for _ in range(3)]
+
+    def count(*_: Any) -> None:
+        nonlocal turns
+        turns += zbkern.wgrad.queue.thread.give_way is not None
+
+    handle = module.register_forward_pre_hook(count)
+    with one_rank([module], Schedule.build(made.actions, [0], 3, beside=[ranges]), mse) as pipe:
+        for _ in range(steps):
+            pipe.step(xs, xs)
+    handle.remove()
+    found = [p.grad for p in module.parameters()]
+    module.zero_grad()
+    for _ in range(steps):
+        sum(mse(module(x), x) / 3 for x in xs).backward()
+    for mine, parameter in zip(found, module.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=1e-12, atol=1e-12)
+    return found, turns
+
+
+@pytest.mark.parametrize("row", ONE_CHUNK)
+def test_modules_keep_what_belongs_to_a_forward_also_where_a_backward_runs_it_again(row: str) -> None:
+    """A checkpoint in B is a forward of the chunk, which runs one at a time. Without, F and B run beside each other."""
+    assert steps_of_one_chunk(nn.Sequential(Keeps(True), Keeps(True)), row)[1] == 0
+    assert steps_of_one_chunk(nn.Sequential(Keeps(False), Keeps(False)), row)[1] == 3  # but for the first B
+
+
+def test_a_checkpoint_that_comes_later_is_refused_beside_a_forward() -> None:
+    module = Keeps(False)
+    made = schedule_of("0F0 0B0 0F1 0B1 0W0 0W1", microbatches=2)
+    schedule = Schedule.build(made.actions, [0], 2, beside=[[(1, 3)]])
+    with one_rank([module], schedule, mse) as pipe:
+        pipe.step(*batch(2))
+        module.checkpointed = True
+        with pytest.raises(PipelineError, match="the backward of chunk 0 ran a part of its forward again"):
+            pipe.step(*batch(2))
+        module.zero_grad()
+        pipe.step(*batch(2))  # one after the other
 
 
 class InTurns(nn.Module):
