@@ -36,7 +36,7 @@ _CUT_OFF = 4.5e-8
 it never rounds up. Of a sum that grows evenly this is at most 3/8 of 2^-23 on average. An H200 loses up to 4.1e-8."""
 
 
-def _tolerance_of(dtype: torch.dtype, terms: int = 0) -> float:
+def _tolerance_of(dtype: torch.dtype, terms: int) -> float:
     """TOLERANCE[dtype] for a result that is a sum of so many products: tensor cores cut sums off, in one direction.
 
     After arXiv 2512.07004; an error that grows with the number of products is no fault of a kernel.

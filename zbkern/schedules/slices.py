@@ -31,7 +31,7 @@ class Unit(NamedTuple):
         return self.slice == self.slices - 1
 
 
-def units_of(microbatches: int, slices: Sequence[int], own_slices: Sequence[Sequence[int]] = ()) -> tuple[Unit, ...]:
+def units_of(microbatches: int, slices: Sequence[int], own_slices: Sequence[Sequence[int]]) -> tuple[Unit, ...]:
     """The units of microbatches that all have these slices, or of which each has its own."""
     counts = [len(each) for each in own_slices] or [len(slices)] * microbatches
     return tuple(Unit(number, index, count) for number, count in enumerate(counts) for index in range(count))

@@ -19,7 +19,7 @@ def gate_constants(options: GateOptions) -> tuple[bool, str, float, float, float
     return options.interleaved, options.activation, limit, options.alpha, options.offset
 
 
-def gate_parts(columns: int, dtype: torch.dtype, interleaved: bool = False) -> int:
+def gate_parts(columns: int, dtype: torch.dtype, interleaved: bool) -> int:
     """In how many a dgrad writes its tile: registers hold five tensors of a piece beside the tile itself, so that a
     piece reads 64 bytes of a row at a time. (Half of a 128x256 tile of each spill 272 bytes a thread on sm_90.)"""
     return 8 if columns * dtype.itemsize * (2 if interleaved else 1) >= 512 else 4

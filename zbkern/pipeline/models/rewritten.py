@@ -265,10 +265,8 @@ class Rewritten:
         what = f"cut: {kind} in {self._words()}: {str(error).rstrip('.')}."
         if "NoneType" in str(error) and "input_ids" not in side:
             return ValueError(f"{what} They have no token ids; if the model uses these there, {GIVE_TOKENS}")
-        is_of_shapes = (
-            isinstance(error, IndexError | AssertionError) or type(error) is RuntimeError
-        )  # and not of memory
-        if self._checked or not is_of_shapes:
+        is_of_memory = isinstance(error, RuntimeError) and type(error) is not RuntimeError
+        if self._checked or is_of_memory or not isinstance(error, IndexError | AssertionError | RuntimeError):
             return None
         return ValueError(
             f"{what} If the whole model takes this batch, it pads or changes there what the layer before gave, or "

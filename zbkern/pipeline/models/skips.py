@@ -24,7 +24,7 @@ def last_users(caller: str, skips: Mapping[str, str] | None, names: Sequence[str
 class Skips:
     """Of a forward: what layers of this chunk give to later ones, and what it has received of earlier ones."""
 
-    def __init__(self, received: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, received: Mapping[str, Any] | None) -> None:
         self._values: dict[str, Any] = {}
         self._versions: dict[str, list[Any]] = {}
         for name, value in (received or {}).items():

@@ -299,7 +299,7 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*parts, strict=True)]
 
 
-def name_with_side(call: str, side: Any, count: str = "rows") -> str:
+def name_with_side(call: str, side: Any, count: str) -> str:
     """The call, with names and rows of its side inputs: ranks that were given others make another call.
 
     None is an input left out. Rows that differ between microbatches, as those of a list may, are named one by one.

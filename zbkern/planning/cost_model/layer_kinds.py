@@ -180,7 +180,7 @@ def mlp(features: int, hidden: int, gated: bool = True, beside: bool = False) ->
     )
 
 
-def routed_mlp(features: int, hidden: int, experts: Experts, gated: bool = True, clamped: bool = False) -> Part:
+def routed_mlp(features: int, hidden: int, experts: Experts, gated: bool, clamped: bool) -> Part:
     """Router and experts, over rows that are sorted by expert, and sorted back with a weight each. clamped: gate and up
     have biases and limits."""
     inner = (1 + gated) * hidden
