@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "convert": "zbkern.conversion.convert",
-    "coverage": "zbkern.conversion.convert",
+    "coverage": "zbkern.conversion.coverage",
     "restore": "zbkern.conversion.convert",
     "unconverted": "zbkern.conversion.convert",
     "SeparableFunction": "zbkern.ops.functions.separable",
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from zbkern import pipeline as pipeline
     from zbkern import testing as testing
     from zbkern.conversion.convert import convert as convert
-    from zbkern.conversion.convert import coverage as coverage
     from zbkern.conversion.convert import restore as restore
     from zbkern.conversion.convert import unconverted as unconverted
+    from zbkern.conversion.coverage import coverage as coverage
     from zbkern.ops.functions.separable import SeparableFunction as SeparableFunction
     from zbkern.wgrad import WGradQueue as WGradQueue
     from zbkern.wgrad import WGradTask as WGradTask
