@@ -56,35 +56,35 @@ def test_the_names_and_signatures_that_mypy_knows_are_verls(file: Path) -> None:
 
 
 def test_options_that_would_be_left_out_are_refused() -> None:
-    from zbkern.integrations.verl import EngineConfig, _check_options
+    from zbkern.integrations.verl_options import EngineConfig, check_options
 
     model = {"use_remove_padding": True, "lora_rank": 0, "enable_activation_offload": False}
     model["enable_gradient_checkpointing"] = True
     mtp = SimpleNamespace(enable=False)
     engines = {"pipeline_parallel_size": 3, "schedule": "none", "dtype": "float16", "ulysses_sequence_parallel_size": 2}
-    _check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern"), 4)
+    check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern"), 4)
     for name, value in engines.items():
         with pytest.raises(ValueError, match=f"PipelineEngine: {name} must be .*; got {value!r}"):
-            _check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern", **{name: value}), 4)
+            check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern", **{name: value}), 4)
     for name, value in {"use_remove_padding": False, "lora_rank": 8, "enable_activation_offload": True}.items():
         with pytest.raises(ValueError, match=f"PipelineEngine: {name} must be .*; got {value!r}"):
-            _check_options(SimpleNamespace(**{**model, name: value}, mtp=mtp), EngineConfig(strategy="zbkern"), 4)
+            check_options(SimpleNamespace(**{**model, name: value}, mtp=mtp), EngineConfig(strategy="zbkern"), 4)
     with pytest.raises(ValueError, match="enable_gradient_checkpointing must be False with costs"):
-        _check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern", costs=COSTS), 4)
+        check_options(SimpleNamespace(**model, mtp=mtp), EngineConfig(strategy="zbkern", costs=COSTS), 4)
 
 
 def test_batches_that_ask_for_more_are_refused() -> None:
     from verl.utils import tensordict_utils
 
-    from zbkern.integrations.verl import _check_batch
+    from zbkern.integrations.verl_options import check_batch
 
     use_cpu()
-    _check_batch(batch())
+    check_batch(batch())
     for name in ("distillation_use_topk", "calculate_sum_pi_squared", "enable_routing_replay"):
         data = batch()
         tensordict_utils.assign_non_tensor(data, **{name: True})
         with pytest.raises(ValueError, match=f"got {name}"):
-            _check_batch(data)
+            check_batch(data)
 
 
 def test_the_options_of_the_page_make_the_engine() -> None:

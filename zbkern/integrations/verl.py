@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,10 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils
-from verl.utils.dataset.dataset_utils import DatasetPadMode
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
-from verl.workers.config import EngineConfig as VerlEngineConfig
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import (
@@ -29,31 +26,9 @@ from verl.workers.engine.utils import (
 
 import zbkern
 from zbkern import pipeline
+from zbkern.integrations.verl_options import DTYPES, check_batch, check_local, check_options
+from zbkern.integrations.verl_options import EngineConfig as EngineConfig
 from zbkern.pipeline.batches import ends_of_pack
-
-DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
-
-
-@dataclass
-class EngineConfig(FSDPEngineConfig):
-    """verl's engine options, and those of a pipeline; options that are FSDP's alone are not read.
-
-    Args:
-        pipeline_parallel_size: stages of one pipeline; the other ranks are its data-parallel replicas.
-        schedule: the name of a published schedule, such as "zb_v", "zb_h1", "one_f_one_b".
-        costs: arguments of `zbkern.pipeline.Costs`, by which each batch is planned: long sequences in slices, short
-            ones in packs (`plan_batch`). None for verl's own micro-batches in the named schedule.
-        memory_limit: of `plan_batch`, in the unit of the costs.
-        dtype: "float32"; or "bfloat16", with fp32 masters in the optimizer.
-    """
-
-    pipeline_parallel_size: int = 1
-    schedule: str = "zb_v"
-    costs: dict[str, Any] | None = None
-    memory_limit: float | None = None
-
-    def __post_init__(self) -> None:
-        VerlEngineConfig.__post_init__(self)  # not FSDP's, which knows its own strategies alone
 
 
 class PipelineEngine(BaseEngine):
@@ -77,7 +52,7 @@ class PipelineEngine(BaseEngine):
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         world, stages = dist.get_world_size(), engine_config.pipeline_parallel_size
-        _check_options(model_config, engine_config, world)
+        check_options(model_config, engine_config, world)
         if engine_config.full_determinism:
             enable_full_determinism(engine_config.seed)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,7 +152,7 @@ class PipelineEngine(BaseEngine):
 
         Gradients are those of the sum of the micro-batches' losses, meaned over replicas.
         """
-        _check_batch(data)
+        check_batch(data)
         tokens = data["loss_mask"].sum().to(self.device)
         dist.all_reduce(tokens, group=self.get_data_parallel_group())
         about = {"batch_num_tokens": tokens.item(), "dp_size": self.get_data_parallel_size(), "sp_size": 1}
@@ -245,7 +220,7 @@ class PipelineEngine(BaseEngine):
         **_: Any,
     ) -> None:
         """Into a folder that all ranks share; with "hf_model" in `save_contents` also what `from_pretrained` reads."""
-        _check_local(hdfs_path)
+        check_local(hdfs_path)
         contents = self.checkpoint_config.save_contents
         self._return()
         if "model" in contents:
@@ -270,7 +245,7 @@ class PipelineEngine(BaseEngine):
 
         Raises FileNotFoundError for a folder without a checkpoint.
         """
-        _check_local(hdfs_path)
+        check_local(hdfs_path)
         if local_path is None:
             return
         contents = self.checkpoint_config.load_contents
@@ -412,64 +387,3 @@ def _lr_scheduler(optimizer: Any, config: FSDPOptimizerConfig) -> Any:
         num_cycles=config.num_cycles,
         zero_indexed_step=config.zero_indexed_step,
     )
-
-
-# ---- what would be left out in silence
-
-
-def _check_options(model: HFModelConfig, engine: EngineConfig, world: int) -> None:
-    """Raises ValueError for options of verl's that mean something else here, or nothing."""
-    stages = engine.pipeline_parallel_size
-    right = {
-        "pipeline_parallel_size": (stages, world % stages == 0, f"a divisor of the {world} ranks"),
-        "schedule": (engine.schedule, hasattr(pipeline.schedules, engine.schedule), "one of zbkern.pipeline.schedules"),
-        "dtype": (engine.dtype, engine.dtype in DTYPES, '"float32" or "bfloat16", which need no loss scale'),
-        "ulysses_sequence_parallel_size": (
-            engine.ulysses_sequence_parallel_size,
-            engine.ulysses_sequence_parallel_size == 1,
-            "1: long sequences go in slices with costs=",
-        ),
-        "enable_gradient_checkpointing": (
-            model.enable_gradient_checkpointing,
-            not (engine.costs and model.enable_gradient_checkpointing),
-            "False with costs: slices read a cache, and memory_limit is the plan's",
-        ),
-        "costs": (engine.costs, not (engine.costs and engine.full_determinism), "None with full_determinism"),
-        "qat.enable": (engine.qat.enable, not engine.qat.enable, "False"),
-        "router_replay.mode": (engine.router_replay.mode, engine.router_replay.mode == "disabled", '"disabled"'),
-        "use_remove_padding": (model.use_remove_padding, model.use_remove_padding, "True: rows have no padding"),
-        "lora_rank": (model.lora_rank, not model.lora_rank, "0"),
-        "mtp.enable": (model.mtp.enable, not model.mtp.enable, "False"),
-        "enable_activation_offload": (
-            model.enable_activation_offload,
-            not model.enable_activation_offload,
-            "False: give a plan that offloads to a Pipeline of your own",
-        ),
-    }
-    for name, (got, fits, expected) in right.items():
-        if not fits:
-            raise ValueError(f"PipelineEngine: {name} must be {expected}; got {got!r}")
-
-
-def _check_batch(data: Any) -> None:
-    """Raises ValueError for what a batch asks of an engine, and this one does not do."""
-    get = partial(tensordict_utils.get_non_tensor_data, data)
-    if get("pad_mode", DatasetPadMode.NO_PADDING) != DatasetPadMode.NO_PADDING or not data["input_ids"].is_nested:
-        raise ValueError("PipelineEngine: input_ids must be nested, pad_mode NO_PADDING; see left_right_2_no_padding")
-    asked = [
-        name
-        for name in ("distillation_use_topk", "calculate_sum_pi_squared", "enable_routing_replay")
-        if get(name, False)
-    ]
-    images = data.get("multi_modal_inputs", None)
-    if images is not None and any(map(len, images)):
-        asked.append("multi_modal_inputs")
-    if data["position_ids"].values().dim() != 1:
-        asked.append("position_ids of several dimensions")
-    if asked:
-        raise ValueError(f"PipelineEngine: a batch must be of text, with log-probabilities and entropy; got {asked[0]}")
-
-
-def _check_local(hdfs_path: str | None) -> None:
-    if hdfs_path is not None:
-        raise ValueError(f"PipelineEngine: hdfs_path must be None, save into a shared folder; got {hdfs_path!r}")
