@@ -81,7 +81,7 @@ def test_trainer(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> No
     for epochs, stages in (2, 1), (3, 2):  # each rank imports it
         command = [sys.executable, str(file), str(tmp_path / "run"), str(epochs), str(stages)]
         ran = subprocess.run(
-            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=240
+            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600
         )
         assert ran.returncode == 0, ran.stderr[-4000:]
         told = [*told[:-1], *ast.literal_eval(ran.stdout.strip().splitlines()[-1])]

@@ -228,7 +228,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 
 
 def test_a_schedule_gives_megatrons_gradients(fresh_ranks: Any, package: str) -> None:
-    fresh_ranks.run_each(step_by_schedule, {name: (package, *case) for name, case in CASES.items()}, timeout=240)
+    fresh_ranks.run_each(step_by_schedule, {name: (package, *case) for name, case in CASES.items()})
 
 
 def step_eagerly(folder: str) -> int:
@@ -292,8 +292,8 @@ def refusals(folder: str) -> None:
 
 def test_what_waits_and_what_is_refused(fresh_ranks: Any, package: str) -> None:
     cases = {str(options): (package, options) for options in ({}, {"tied": True}, {"sequence_parallel": True})}
-    fresh_ranks.run_each(every_weight_waits, cases, timeout=240)
+    fresh_ranks.run_each(every_weight_waits, cases)
     actions = 3 * MICROBATCHES
-    assert min(fresh_ranks.run(step_eagerly, package, timeout=240)) > actions  # a W in several parts
+    assert min(fresh_ranks.run(step_eagerly, package)) > actions  # a W in several parts
     assert fresh_ranks.run(layers_of_transformer_engine, package) == [(1, True)] * 2
     fresh_ranks.run(refusals, package)  # of placements and shards that do not fit

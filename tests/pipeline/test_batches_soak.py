@@ -69,7 +69,7 @@ def soak() -> tuple[list[Held], int]:
 
 
 def test_files_threads_and_memory_stay(fresh_ranks: Any) -> None:
-    for (before, after), different in fresh_ranks.run(soak, timeout=400):
+    for (before, after), different in fresh_ranks.run(soak, timeout=1000):
         assert different > 0.9 * STEPS
         assert after.files <= before.files
         assert after.threads <= before.threads

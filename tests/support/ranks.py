@@ -25,7 +25,9 @@ PRELOAD = ["tests.support.preloaded"]  # of the process that ranks are forked fr
 
 @contextlib.contextmanager
 def closing_transports() -> Iterator[None]:
-    """Closes what pipelines have connected inside, where it is still there, in one order on all ranks."""
+    """Closes what pipelines have connected inside, where it is still there, in one order on all ranks. A peer that is
+    late is waited for: threads that were left would count as leaks."""
+    from zbkern.pipeline.transport import distributed
     from zbkern.pipeline.transport.distributed import DistributedTransport
 
     opened: list[weakref.ref[DistributedTransport]] = []
@@ -36,7 +38,10 @@ def closing_transports() -> Iterator[None]:
         opened.append(weakref.ref(self))
 
     try:
-        with mock.patch.object(DistributedTransport, "__init__", init):
+        with (
+            mock.patch.object(DistributedTransport, "__init__", init),
+            mock.patch.object(distributed, "_TOGETHER", GRACE),
+        ):
             yield
     finally:
         for each in opened:

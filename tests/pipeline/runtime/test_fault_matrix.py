@@ -212,6 +212,7 @@ def rank_main(cases: Sequence[Case], rank: int, port: int, folder: str, end: Any
     usual = timedelta(seconds=scale * (MEETING if is_early and not cases[0].is_survived else LONG_MEETING))
     for module in (base, rank_exchange):  # in which others answer
         module._GRACE *= scale
+    distributed._TOGETHER *= scale
     is_master = cases[0].hosts and rank == 0
     store = dist.TCPStore("127.0.0.1", port, is_master=is_master, wait_for_workers=False, timeout=usual)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=usual)
