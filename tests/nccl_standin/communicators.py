@@ -1,7 +1,8 @@
 """gloo and NCCL between the threads of a run, with what each of them does that a pipeline must reckon with.
 
-gloo: a message leaves when its receive is posted; what nobody has asked for is lost when its sender closes; the first
-send that finds its peer gone never ends, and later ones raise.
+gloo: a message leaves when its receive is posted; what nobody has asked for is lost when its sender closes, or keeps
+its work no longer; the first send that finds its peer gone never ends, and later ones raise; a wait that runs out of
+time ends all connections of its communicator.
 
 NCCL: a send and its receive each spin on their GPU from when they are issued until the other one is; two ranks connect
 in their first call, which waits for the other rank's; kinds of numbers that NCCL does not know are refused; shutdown
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -24,6 +26,7 @@ from tests.nccl_standin.scheduler import Scheduler, Task
 
 DTYPES = {torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32}
 DTYPES |= {torch.float64, torch.float8_e4m3fn, torch.float8_e5m2}
+Sent = Callable[[], "GlooWork | None"]
 
 
 class Network:
@@ -60,7 +63,7 @@ class _GlooEnd:
     def __init__(self, network: Network, number: int, rank: int) -> None:
         self.network, self.number, self.rank = network, number, rank
         self.closed = False
-        self.arriving: dict[tuple[int, int], collections.deque[GlooWork]] = collections.defaultdict(collections.deque)
+        self.arriving: dict[tuple[int, int], collections.deque[Sent]] = collections.defaultdict(collections.deque)
         self.posted: dict[tuple[int, int], collections.deque[GlooWork]] = collections.defaultdict(collections.deque)
         self.found_gone: set[int] = set()
         self.last_from: dict[int, float] = collections.defaultdict(float)  # when the last message of a rank arrives
@@ -75,22 +78,29 @@ class _GlooEnd:
         for (kind, number, other), end in [*self.network._ends.items()]:
             if (kind, number) == ("gloo", self.number) and other != self.rank:
                 scheduler.at(scheduler.random.uniform(0, 1e-3), lambda end=end: end.lose(self.rank))  # type: ignore[misc]
-        for works in (*self.posted.values(), *self.arriving.values()):
+        for works in self.posted.values():
             for work in works:
                 work.finish("closed here")
+        for sent in [each for arriving in self.arriving.values() for each in arriving]:
+            if (kept := sent()) is not None:
+                kept.finish("closed there")
 
     def lose(self, peer: int) -> None:
-        for places in (self.posted, self.arriving):
-            for (other, _), works in places.items():
-                if other == peer:
-                    for work in works:
-                        work.finish("Connection closed by peer")
-                    works.clear()
+        for (other, _), works in self.posted.items():
+            if other == peer:
+                for work in works:
+                    work.finish("Connection closed by peer")
+                works.clear()
+        for (other, _), arriving in self.arriving.items():
+            if other == peer:
+                arriving.clear()
 
     def match(self, peer: int, tag: int) -> None:
         arriving, posted = self.arriving[peer, tag], self.posted[peer, tag]
         while arriving and posted:
-            sent, received = arriving.popleft(), posted.popleft()
+            if (sent := arriving.popleft()()) is None:
+                continue
+            received = posted.popleft()
             if sent.tensor.nbytes > received.tensor.nbytes:
                 raise AssertionError(f"gloo would abort: {sent.tensor.nbytes} bytes for {received.tensor.nbytes}")
             received.tensor.view(torch.uint8)[: sent.tensor.nbytes].copy_(sent.tensor.view(torch.uint8))
@@ -99,9 +109,9 @@ class _GlooEnd:
 
 
 class GlooWork:
-    def __init__(self, scheduler: Scheduler, tensor: Tensor) -> None:
+    def __init__(self, end: _GlooEnd, tensor: Tensor) -> None:
         self.tensor = tensor
-        self._scheduler = scheduler
+        self._end, self._scheduler = end, end.network.scheduler
         self._done, self._error = False, ""
         self._waiting: list[Task] = []
 
@@ -112,6 +122,7 @@ class GlooWork:
 
     def wait(self, timeout: timedelta) -> bool:
         if not self._scheduler.wait_until(self._waiting, lambda: self._done, timeout.total_seconds()):
+            self._end.close()
             raise RuntimeError("gloo: timed out")
         if self._error:
             raise RuntimeError(f"gloo: {self._error}")
@@ -131,18 +142,18 @@ class Gloo:
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> GlooWork:
         self._scheduler.pause()
-        work = GlooWork(self._scheduler, tensors[0])
+        work = GlooWork(self._end, tensors[0])
         theirs = self._network.find("gloo", self._number, peer)
         if theirs is None or theirs.closed:
             if peer in self._end.found_gone:
                 raise RuntimeError("gloo: Connection closed by peer")
             self._end.found_gone.add(peer)
             return work
-        place = self._rank, tag
+        place, end, sent = (self._rank, tag), self._end, weakref.ref(work)
 
         def arrive() -> None:
-            if not self._end.closed and not theirs.closed:
-                theirs.arriving[place].append(work)
+            if not end.closed and not theirs.closed:
+                theirs.arriving[place].append(sent)
                 theirs.match(*place)
 
         now, random = self._scheduler.now, self._scheduler.random
@@ -153,7 +164,7 @@ class Gloo:
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> GlooWork:
         self._scheduler.pause()
-        work = GlooWork(self._scheduler, tensors[0])
+        work = GlooWork(self._end, tensors[0])
         theirs = self._network.find("gloo", self._number, peer)
         if theirs is not None and theirs.closed and not self._end.arriving[peer, tag]:
             raise RuntimeError("gloo: Connection closed by peer")

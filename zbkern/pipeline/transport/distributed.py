@@ -56,8 +56,8 @@ from zbkern.pipeline.transport.turns import Turn
 logger = logging.getLogger("zbkern")
 
 _PAUSE = 0.01  # seconds between looks at what has been sent
-_LAST = timedelta(seconds=1)  # for the last message to a peer that is there
 _NOW = timedelta(milliseconds=1)
+_EXIT = 1.0  # seconds in which threads end with their process
 _TOGETHER = 5.0  # seconds in which the others close, too, or answer a failure, however busy the machine
 _TOLD = 10.0  # seconds in which a rank whose connection broke is told why, however busy the machine
 
@@ -104,7 +104,6 @@ class DistributedTransport(Transport):
         self._uninformed = list(self.peers)  # peers that it was not sent to
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, Works] | None] = queue.SimpleQueue()
-        self._unreachable: set[int] = set()  # peers whose connection has ended
         self._incoming = {peer: Incoming(*self._from(peer), peer, self._carries) for peer in self.peers}
         self._turns = {peer: Turn(self._mailbox) for peer in self.peers}
         self._is_asked_ahead = False  # whether messages must be here before they are asked for
@@ -113,7 +112,7 @@ class DistributedTransport(Transport):
             for peer in self.peers
         }
         self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
-        arguments = self._sends, self._receivers, self._unreachable
+        arguments = self._sends, self._receivers
         self._sender = threading.Thread(target=self._finish_sends, args=arguments, name="zbkern-send", daemon=True)
 
     def _start_threads(self) -> None:
@@ -165,7 +164,7 @@ class DistributedTransport(Transport):
         self._open()
 
     def _end_with_process(self) -> None:
-        """At the exit of this process, which waits for peers that are gone, or frozen, at most _TOGETHER and _LAST."""
+        """At the exit of this process, which waits for peers that are gone, or frozen, at most _TOGETHER and _EXIT."""
         # what ends a child process is on its way through here; of others what nobody caught has been printed
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit):  # by which torch.multiprocessing ends a child whose error it has written down
@@ -201,8 +200,7 @@ class DistributedTransport(Transport):
             if self._final_message is None:
                 self._final_message = message
             while self._uninformed:
-                if self._uninformed[-1] not in self._unreachable:
-                    self._send_final(self._uninformed[-1], self._final_message)
+                self._send_final(self._uninformed[-1], self._final_message)
                 self._uninformed.pop()
             self._sends.put(None)
             if message.ending != "closed":
@@ -250,17 +248,14 @@ class DistributedTransport(Transport):
         return works
 
     def _finish_sends(
-        self,
-        sends: queue.SimpleQueue[tuple[int, Works] | None],
-        receivers: dict[int, threading.Thread],
-        unreachable: set[int],
+        self, sends: queue.SimpleQueue[tuple[int, Works] | None], receivers: dict[int, threading.Thread]
     ) -> None:
         """Thread: frees what gloo has sent as soon as it has left, give or take a pause.
 
         gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
         what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept
-        until that peer has sent its final message, or is gone; then it is waited for, for gloo forgets what its
-        receiver has not asked for when the connection closes, and the peer's last one may be there before this one's.
+        until that peer has sent its final message, or is gone: gloo forgets what nobody keeps. It is not waited for,
+        since a wait that runs out of time ends the connections to all peers.
         """
         last: dict[int, Works] = {}  # by peer
         while (message := sends.get()) is not None:
@@ -270,15 +265,13 @@ class DistributedTransport(Transport):
             del message, works
             if sends.empty():
                 time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
-        for peer, works in last.items():
+        for peer in last:
             receivers[peer].join()
-            if peer not in unreachable:
-                self._finish(works, _LAST)
 
-    def _finish(self, works: Works, timeout: timedelta = FOREVER) -> None:
+    def _finish(self, works: Works) -> None:
         for work, _ in works:
             try:
-                work.wait(timeout)
+                work.wait(FOREVER)
             except Exception as error:  # the receiver is gone; its receiver thread here says so
                 logger.debug("rank %d: a send was not finished: %s", self.rank, error)
 
@@ -335,7 +328,6 @@ class DistributedTransport(Transport):
             if not isinstance(error, ConnectionLost):  # the peer is there, and this rank has failed
                 self._stop(f"rank {self.rank}, receiving from rank {peer}: {described(error)}")
                 return
-            self._unreachable.add(peer)
             if self._final_message is None:
                 text = f"rank {peer} exited unexpectedly: its connection closed without notice"
                 self._fail_all(FinalMessage("lost", f"{text}; start all ranks again, from a checkpoint"))
@@ -381,7 +373,7 @@ def _end_threads(receivers: _Threads, sender: threading.Thread, communicators: S
         for communicator in communicators if thread.is_alive() else ():
             with contextlib.suppress(RuntimeError):
                 communicator.recv([torch.empty(1)], peer, NEVER).wait(_NOW)
-    _ended((*receivers.values(), sender), _LAST.total_seconds())
+    _ended((*receivers.values(), sender), _EXIT)
 
 
 def meet(group: dist.ProcessGroup | None, value: Any = None) -> list[Any]:
