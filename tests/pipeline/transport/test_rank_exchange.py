@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +58,7 @@ def test_values_of_any_size_reach_all_and_are_gone_then(two_ranks: Any) -> None:
     assert abs(large[1][-1][0] - small[1][-1][0]) <= 2
 
 
-def caught(timeout: float, action: Any, call: str = "call", pause: float = 0.0) -> tuple[str, str, float]:
+def caught(timeout: float, action: Any, call: str = "call") -> tuple[str, str, float]:
     """(kind, message, seconds) of what this rank raises; the next call must be whole again."""
     start, kind, message = time.monotonic(), "nothing", ""
     try:
@@ -67,11 +69,14 @@ def caught(timeout: float, action: Any, call: str = "call", pause: float = 0.0) 
     except BaseException as error:
         kind, message = described(error).split(": ", 1)
     seconds = time.monotonic() - start
-    time.sleep(max(0.0, pause - seconds))
+    check_the_next_call()
+    return kind, message, seconds
+
+
+def check_the_next_call() -> None:
     with RankExchange("call", None, 60.0) as ranks:
         total = ranks.exchange("after", ranks.rank + 1, lambda values: [sum(values)] * len(values))
     assert total == sum(range(1, dist.get_world_size() + 1))
-    return kind, message, seconds
 
 
 class Failing:
@@ -159,19 +164,28 @@ def test_an_error_on_one_rank_is_one_on_all(
     assert found[1 - failing][2] < 60
 
 
-def late(failing: int, scale: float) -> tuple[str, str, float]:
-    return caught(0.7 * scale, lambda ranks: time.sleep(2.5 * scale if ranks.rank == failing else 0))
+def late(failing: int) -> str:
+    """Time passes when all others have come; the rank that fails comes when they have raised."""
+    message, minutes = "nothing", itertools.count()
+    try:
+        with pytest.MonkeyPatch.context() as patch, RankExchange("call", None, 60.0) as ranks:
+            ranks.exchange("first")
+            others, store = [f"2/value/{rank}" for rank in range(ranks.size) if rank != failing], ranks._store
+            clock = SimpleNamespace(monotonic=lambda: 100.0 * next(minutes) if store.check(others) else 0.0)
+            patch.setattr(rank_exchange, "time", clock)
+            while ranks.rank == failing and not store.check([rank_exchange._FAILED]):
+                time.sleep(0.01)
+            ranks.exchange("second")
+    except PipelineError as error:
+        message = str(error)
+    check_the_next_call()
+    return message
 
 
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("failing", [0, 3])
 def test_a_rank_that_does_not_come_is_named_on_all(four_ranks: Any, failing: int) -> None:
-    def check(scale: float) -> None:
-        said = f"call: rank {failing} did not come to 'second' in {0.7 * scale:g} s"
-        for kind, message, seconds in four_ranks.run(late, failing, scale):
-            assert (kind, message) == ("PipelineError", said)
-            assert seconds < 6 * scale
-
-    patiently(check)
+    for message in four_ranks.run(late, failing):
+        assert message == f"call: rank {failing} did not come to 'second' in 60 s"
 
 
 def different_calls() -> tuple[str, str, float]:
@@ -205,28 +219,41 @@ def store_of_rank_0() -> Iterator[None]:
     meet("is done")  # the store ends with what rank 0 has of it
 
 
-def host_stopped(scale: float) -> tuple[str, str, float]:
-    def stop(ranks: RankExchange) -> None:
-        if ranks.rank == 0:
-            waker = subprocess.Popen(["sh", "-c", f"sleep {2.6 * scale}; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
-            waker.wait()
-
-    with store_of_rank_0(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_exchange, "_GRACE", 0.6 * scale)
-        return caught(0.7 * scale, stop, pause=3.0 * scale)
+STOP = """
+until_there() { n=0; while [ ! -e "$1" ] && [ $n -lt 600 ]; do n=$((n+1)); sleep 0.1; done; }
+until_there read; kill -STOP $0; touch stopped; until_there ended; kill -CONT $0
+"""
 
 
-def test_a_host_of_the_store_that_is_stopped_ends_the_others_in_time(two_ranks: Any) -> None:
+def host_stopped(folder: Path) -> str:
+    """Rank 0 is stopped when rank 1 is about to come to the second stage, and goes on when that has raised."""
+    message = "nothing"
+    with store_of_rank_0():
+        try:
+            with pytest.MonkeyPatch.context() as patch, RankExchange("call", None, 60.0) as ranks:
+                ranks.exchange("first")
+                if ranks.rank == 0:
+                    subprocess.run(["sh", "-c", STOP, str(os.getpid())], cwd=folder, check=True)
+                (folder / "read").touch()
+                while not (folder / "stopped").exists():
+                    time.sleep(0.01)
+                patch.setattr(rank_exchange, "_GRACE", 0.6)
+                ranks._timeout = 0.7
+                try:
+                    ranks.exchange("second")
+                finally:
+                    (folder / "ended").touch()
+        except PipelineError as error:
+            message = str(error)
+        check_the_next_call()
+    return message
+
+
+def test_a_host_of_the_store_that_is_stopped_ends_the_others_in_time(two_ranks: Any, tmp_path: Path) -> None:
     """Clients of the store wait for its answer for ever."""
+    message = two_ranks.run(host_stopped, tmp_path)[1]
     host = "the host of torch.distributed's store (rank 0, or torchrun)"
-
-    def check(scale: float) -> None:
-        kind, message, seconds = two_ranks.run(host_stopped, scale)[1]
-        assert (kind, message) == ("PipelineError", f"call: {host} did not answer rank 1 in {1.3 * scale:g} s")
-        assert seconds < 2.5 * scale
-
-    patiently(check)
+    assert message == f"call: {host} did not answer rank 1 in 1.3 s"
 
 
 def host_killed(log: Path, scale: float) -> None:
