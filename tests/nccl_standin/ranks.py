@@ -105,10 +105,8 @@ class Run:
         yield
         local.stream = before
 
-    def communicator(self, ranks: Sequence[int], backend: str) -> Any:
+    def new_nccl(self, ranks: Sequence[int]) -> Nccl:
         rank = self.scheduler.current.rank
-        if backend == "gloo":
-            return Gloo(self.network, rank)
         made = Nccl(self.network, rank, self.gpu, self.current_stream, lambda what: self.on_call(rank, what))
         self.communicators.append(made)
         return made
@@ -135,9 +133,10 @@ class Run:
                 get_process_group_ranks=lambda _: [*range(len(self.gpus))],
                 group=SimpleNamespace(WORLD=None),
             ),
-            "new_communicator": self.communicator,
-            "backend_of": lambda group, device: "nccl",
-            "close_groups": _close_groups,
+            "new_communicator": lambda ranks: Gloo(self.network, self.scheduler.current.rank),
+            "new_nccl": self.new_nccl,
+            "check_backend": lambda group: None,
+            "close_nccl": _close_nccl,
             "_meeting": lambda group: self.meeting,
             "rendezvous_timeout": lambda: MEETING,
         }
@@ -183,9 +182,9 @@ class _Torch(ModuleType):
         return torch.empty(*size, **rest)
 
 
-def _close_groups(groups: Sequence[Any], abort: bool = False) -> None:
+def _close_nccl(groups: Sequence[Nccl | None], abort: bool = False) -> None:
     for group in groups:
-        if isinstance(group, Nccl):
+        if group is not None:  # it was closed before
             group.abort() if abort else group.shutdown()
 
 

@@ -94,7 +94,7 @@ class DistributedTransport(Transport):
 
     def _open_connections(self) -> None:
         ranks = dist.get_process_group_ranks(self._group or dist.group.WORLD)
-        headers = new_communicator(ranks, "gloo"), new_communicator(ranks, "gloo")
+        headers = new_communicator(ranks), new_communicator(ranks)
         self._up, self._down = map(_Direction, headers, self._communicators(ranks, headers))
         self._join(Mailbox(self.rank))
         self._lost = False

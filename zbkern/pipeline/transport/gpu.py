@@ -11,7 +11,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from torch import Tensor
 from zbkern.pipeline.transport.distributed import DistributedTransport, Works
 from zbkern.pipeline.transport.framing import TENSORS, Message, TensorHeader
 from zbkern.pipeline.transport.mailbox import Note, PipelineError, Tag, described
+from zbkern.pipeline.transport.nccl import check_backend, check_hardware_queues, close_nccl, new_nccl
 from zbkern.pipeline.transport.packing import pack, packed_bytes
-from zbkern.pipeline.transport.process_groups import backend_of, close_groups, new_communicator, rendezvous_timeout
+from zbkern.pipeline.transport.process_groups import rendezvous_timeout
 from zbkern.pipeline.transport.tensors import tensors_in
 
-_QUEUES = 8  # of a GPU
-_PAUSE = 0.01  # seconds between looks at what has been sent
 _LOOK = 0.02  # seconds between looks at what the GPU waits for
 _DRAINED = 2.0  # seconds that a GPU has, after a failure, for messages of calls that are over
 
@@ -71,8 +70,8 @@ class GpuTransport(DistributedTransport):
         return [*super()._threads, self._watcher]
 
     def _communicators(self, ranks: list[int], headers: tuple[Any, Any]) -> tuple[Any, Any]:
-        up, down = (new_communicator(ranks, backend_of(self._group, self.device)) for _ in range(2))
-        return up, down
+        check_backend(self._group)
+        return new_nccl(ranks), new_nccl(ranks)
 
     def begin(self, call: str) -> None:
         super().begin(call)
@@ -193,7 +192,7 @@ class GpuTransport(DistributedTransport):
 
     def _close_communicators(self) -> None:
         if not self._aborted:
-            close_groups([self._up.tensors, self._down.tensors])
+            close_nccl([self._up.tensors, self._down.tensors])
 
     def _abort(self) -> None:
         """Ends what the GPU waits for, since it may never come: whoever waits for the GPU would never hear of it.
@@ -207,32 +206,14 @@ class GpuTransport(DistributedTransport):
         while late := [work for work in self._earlier if not work.is_completed()]:
             if self._lost or time.monotonic() > deadline:
                 break
-            time.sleep(_PAUSE)
+            time.sleep(_LOOK)
         if late and not self._lost:
             self._unfinished = (
                 f"the pipeline cannot go on without a restart: rank {self.rank} had messages of an earlier call under "
                 f"way that did not end: {self._mailbox.failure}"
             )
         self._aborted = True
-        close_groups([self._up.tensors, self._down.tensors], abort=True)
-
-
-def check_hardware_queues(environ: Mapping[str, str]) -> None:
-    """Raises ValueError where a GPU has so few queues that a message waits behind one that waits for it.
-
-    environ: the environment of this process. Under MPS a process has two queues where it does not ask for more.
-    """
-    folder = environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    under_mps = "CUDA_MPS_PIPE_DIRECTORY" in environ or os.path.exists(os.path.join(folder, "control"))
-    given = environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    queues = int(given) if given and given.isdecimal() else 2 if under_mps else 8
-    if queues < _QUEUES:
-        found = f"got CUDA_DEVICE_MAX_CONNECTIONS={given}" if given else "the default under MPS is 2"
-        raise ValueError(
-            f"Pipeline: a GPU needs {_QUEUES} hardware queues or more, or ranks wait for each other for ever; {found}; "
-            "set CUDA_DEVICE_MAX_CONNECTIONS=32 before the process first uses its GPU, such as in the command of "
-            "torchrun"
-        )
+        close_nccl([self._up.tensors, self._down.tensors], abort=True)
 
 
 _Watched = tuple[int, Tag | Note, Sequence["dist.Work"], float | None]
