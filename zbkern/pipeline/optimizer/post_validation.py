@@ -34,8 +34,9 @@ from zbkern.pipeline.optimizer.pending_step import PendingStep
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary
 from zbkern.pipeline.optimizer.step_norms import StepNorms
 from zbkern.pipeline.transport.base import Transport, check_timeout
-from zbkern.pipeline.transport.connect import check_tied, closing_on_error, connect, telling_on_error, tied_names
+from zbkern.pipeline.transport.connect import closing_on_error, connect, telling_on_error
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.transport.tied_names import check_tied, tied_names
 from zbkern.schedules.warmup import rank_order
 from zbkern.wgrad.accumulation import main_grad_of
 

@@ -25,8 +25,8 @@ from zbkern.pipeline.runtime.slices.sliced_batch import (
     tells_ends,
 )
 from zbkern.pipeline.transport.base import check_timeout
-from zbkern.pipeline.transport.connect import check_tied
 from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.transport.tied_names import check_tied
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import FILLS
 from zbkern.schedules.schedule import Schedule

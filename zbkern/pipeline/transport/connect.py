@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zbkern.pipeline.transport.base import Transport
 from zbkern.pipeline.transport.distributed import DistributedTransport
@@ -89,17 +88,3 @@ def or_alone(group: Any) -> Any:
     """The group; of one process without torch.distributed a Transport of its own."""
     alone = group is None and place_in(None) is None and os.environ.get("WORLD_SIZE", "1") == "1"
     return LocalTransport.ring(1)[0] if alone else group
-
-
-def check_tied(caller: str, tied: Any) -> None:
-    """Raises TypeError for what is not {name: parameter} or None."""
-    named = isinstance(tied, Mapping) and all(isinstance(n, str) and isinstance(p, Tensor) for n, p in tied.items())
-    if tied is not None and not named:
-        raise TypeError(f'{caller}: tied must be {{name: parameter}}, as in {{"embedding": weight}}; got {tied!r}')
-
-
-def tied_names(parameters: Iterable[Tensor], tied: Mapping[str, Tensor] | None) -> dict[int, str]:
-    """{id: name} of those of the parameters that have copies: as `tied` says, or else as a Pipeline has marked them."""
-    if tied is not None:
-        return {id(parameter): name for name, parameter in tied.items()}
-    return {id(parameter): parameter.tied_name for parameter in parameters if hasattr(parameter, "tied_name")}
