@@ -103,6 +103,19 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def has_hooks_on_node(parameter: Tensor) -> bool:
+    """Whether the node by which autograd accumulates into this leaf has hooks, which a W that waits does not visit.
+    torch tells of them where another one is registered."""
+    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(print)
+        hooks = handle.hooks_dict_ref()
+        handle.remove()
+        if hooks:
+            return True
+    return False
+
+
 def has_hooks_or_main_grad(parameter: Tensor) -> bool:
     """True when autograd alone, accumulating in B, would run hooks too early or miss the `main_grad`."""
     hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks  # no calls: this runs per parameter in F

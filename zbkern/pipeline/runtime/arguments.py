@@ -30,6 +30,7 @@ from zbkern.pipeline.transport.tied_names import check_tied
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import FILLS
 from zbkern.schedules.schedule import Schedule
+from zbkern.wgrad import accumulation
 
 
 def check(fill: str, tied: Any, timeout: float) -> None:
@@ -38,6 +39,21 @@ def check(fill: str, tied: Any, timeout: float) -> None:
         raise ValueError(f"Pipeline: fill must be one of {FILLS}; got {fill!r}")
     check_tied("Pipeline", tied)
     check_timeout("Pipeline", timeout)
+
+
+def check_hooks(modules: Iterable[torch.nn.Module]) -> None:
+    """Raises ValueError for hooks that no W would run, and a probe would. A framework that has a `main_grad` knows."""
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            is_plain = type(parameter) is torch.nn.Parameter and parameter.requires_grad
+            if not is_plain or accumulation.main_grad_of(parameter) is not None:
+                continue
+            if accumulation.has_hooks_on_node(parameter):
+                raise ValueError(
+                    f"Pipeline.step: {name} of {type(module).__name__} must have no hooks on autograd's accumulation "
+                    "node (grad_fn.next_functions[0][0].register_hook), which W does not visit; use "
+                    "register_post_accumulate_grad_hook (docs/gradients.md)"
+                )
 
 
 def check_place(

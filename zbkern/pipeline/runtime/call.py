@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary
 from zbkern.pipeline.runtime.arguments import (
     UnitArguments,
+    check_hooks,
     check_same_batch,
     identity,
     name_with_side,
@@ -68,6 +70,8 @@ class Calls:
         self.loop = Loop(stages, self.replicas, recorder, options, fill, timeout)
         self.loop.use(schedules.first)
         self._schedules, self._loss_fn, self._fill = schedules, loss_fn, fill
+        # hooks of these are checked in the first step; DDP has some of its own
+        self._unchecked = [each for each in modules.values() if not isinstance(each, DistributedDataParallel)]
         self._process = os.getpid()
 
     def connect(self, transport: Transport, boundary: StepBoundary) -> None:
@@ -244,6 +248,9 @@ class Calls:
 
         From now on the loop has the schedule. Raises for arguments that do not fit.
         """
+        if call == "step":
+            check_hooks(self._unchecked)
+            self._unchecked = []
         chosen = self._schedules.choose(call, schedule, arguments)
         if chosen.is_sliced and not self.loop.schedule.is_sliced:
             check_sliceable(self.modules.values())
