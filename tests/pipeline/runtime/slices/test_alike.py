@@ -13,6 +13,9 @@ from torch.nn import functional as F
 from tests.support.chunks import one_rank
 from zbkern.pipeline import PipelineError, schedules
 from zbkern.pipeline.runtime.slices import alike as alike_module
+from zbkern.pipeline.runtime.slices import undrawn as undrawn_module
+from zbkern.pipeline.runtime.slices import watching as watching_module
+from zbkern.pipeline.runtime.slices import what_differs as what_differs_module
 from zbkern.pipeline.runtime.slices.alike import Alike
 
 
@@ -174,6 +177,88 @@ def test_many_tokens_hide_nothing_by_what_they_are_compared_with() -> None:
         pipe.step([x], [x])
 
 
+class Crowded(nn.Module):
+    """The first half of all rows' tokens go to the expert that they choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, attention_mask: Any = None, carry: Any = None) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        chosen = F.one_hot(scores.argmax(-1), 8).flatten(0, 1)
+        kept = chosen * (chosen.cumsum(0) <= -(-len(chosen) // 2))
+        return x * (kept.view_as(scores) * scores).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("rows", [2, 4])
+def test_a_limit_that_ends_with_a_row_hides_nothing(rows: int) -> None:
+    """Where all choose one expert it takes the first rows, as a whole and in slices; tokens choose others here."""
+    torch.manual_seed(0)
+    module, x = Crowded().double(), torch.randn(rows, 31, 8, dtype=torch.float64)
+    with torch.no_grad():
+        module.router.bias.copy_(torch.linspace(0, 40, 8))  # the last but where tokens are chosen for it
+    side = {"attention_mask": torch.ones(rows, 31, dtype=torch.long)}
+    with (
+        one_rank(module, schedules.gpipe(1, 1, slices=2), lambda y, _: y.square().sum()) as pipe,
+        pytest.raises(PipelineError, match="cannot take its sequences in slices"),
+    ):
+        pipe.step([x], [x], [side])
+
+
+class Pairs(nn.Module):
+    """Tokens that are alike are merged, two by two from the beginning of what is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        y = self.linear(F.pad(x, (0, 0, 0, x.shape[1] % 2)))
+        one, two = y[:, ::2], y[:, 1::2]
+        alike = (F.cosine_similarity(one, two, -1) > 0.999)[..., None]
+        merged = torch.stack([torch.where(alike, (one + two) / 2, each) for each in (one, two)], 2)
+        return merged.flatten(1, 2)[:, : x.shape[1]]
+
+
+def test_comparisons_that_are_not_of_single_tokens_hide_nothing() -> None:
+    torch.manual_seed(0)
+    module, x = Pairs().double(), torch.randn(1, 63, 8, dtype=torch.float64)
+    with (
+        one_rank(module, schedules.gpipe(1, 1, slices=3), lambda y, _: y.square().sum()) as pipe,
+        pytest.raises(PipelineError, match="cannot take its sequences in slices"),
+    ):
+        pipe.step([x], [x])
+
+
+class OfAllBefore(nn.Module):
+    """Right in slices: chooses among all tokens so far, and computes again until every token has enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), nn.Embedding(2, 8)
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        y = self.linear(x)
+        seen = y if carry is None else carry.append(self, y, 1)
+        y = y + self.table((seen > 0).sum(-1).remainder(2))[:, -x.shape[1] :] + 0 * seen.sum()
+        done = torch.zeros_like(y[..., :1])
+        for _ in range(3):
+            if bool((done >= 1).all()):
+                break
+            y = torch.where(done < 1, torch.tanh(y), y)
+            done = done + y[..., :1].sigmoid()
+        return y
+
+
+def test_choices_among_all_tokens_so_far_are_made_as_in_the_whole() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 48, 8, dtype=torch.float64)
+    with one_rank(OfAllBefore().double(), schedules.gpipe(1, 1, slices=2), lambda y, _: y.square().sum()) as pipe:
+        pipe.step([x], [x])
+
+
 class Topmost(nn.Module):
     """An expert of each token. crowds: it raises where the first expert gets them all."""
 
@@ -191,16 +276,45 @@ class Topmost(nn.Module):
         return x * self.linear(x).gather(-1, best)
 
 
-def test_a_fault_of_the_probe_is_no_weaker_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+class Catches(nn.Module):
+    """What it has of others that fail is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.topmost, self.drop = Topmost(), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, carry: Any = None) -> Tensor:
+        try:
+            return self.drop(self.topmost(x))
+        except Exception:
+            return x
+
+
+FAULTS = [
+    (alike_module, "_with_first"),
+    (undrawn_module.Undrawn, "_is_for_all"),
+    (watching_module.Watching, "_returned"),
+    (watching_module.Watching, "_arrived"),
+    (watching_module.Whole, "note_gradient"),
+    (watching_module, "sizes_of"),
+    (what_differs_module, "error_of"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), FAULTS)
+def test_a_fault_of_the_probe_is_no_weaker_comparison(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the module catches errors."""
 
     def fail(*_: Any) -> None:
         raise KeyError("argsort")
 
     x = torch.randn(1, 24, 8)
-    monkeypatch.setattr(alike_module, "_with_first", fail)
+    monkeypatch.setattr(owner, name, fail)
+    part = Catches()
+    if name == "sizes_of":  # which only what differs needs
+        part.topmost.linear.register_forward_hook(lambda _, given, y: y - y.mean(1, keepdim=True))
     with (
-        one_rank(Topmost(), schedules.gpipe(1, 1, slices=2), F.mse_loss) as pipe,
+        one_rank(part, schedules.gpipe(1, 1, slices=2), F.mse_loss) as pipe,
         pytest.raises(PipelineError, match=r"a fault of its own \(KeyError: 'argsort'\); please report it"),
     ):
         pipe.step([x], [x])

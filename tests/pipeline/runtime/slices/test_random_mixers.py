@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.chunks import one_rank
+from tests.support.model_mixers import MODELS, OF_CALLS
 from tests.support.seeds import seed
 from tests.support.token_mixers import KINDS, WIDTH, Limits, Mixer, Mixers, converted
 from zbkern.pipeline import PipelineError, schedules
 
-CASES = int(os.environ.get("ZBKERN_CASES", "200"))  # ordinary ones, and as many with limits
+CASES = int(os.environ.get("ZBKERN_CASES", "200"))  # ordinary ones, and as many with limits, and as of models
 REFUSALS = "cannot take its sequences in slices", "cannot take sequences packed into a row"
 
 
@@ -102,7 +103,7 @@ def outcome(case: Case) -> str:
     if case.trains and case.module.draws != "none":
         in_slices = case.how != "packed" and case.module.draws == "once"
         return "drew other numbers in slices" if in_slices else "drawn"
-    of_calls = "Counted", "Adds", "Remembers", "Parametrized"
+    of_calls = "Counted", "Adds", "Remembers", "Parametrized", *OF_CALLS
     if is_pack and any(type(part).__name__ in of_calls for part in case.module.parts):
         return "equal"  # of a row, whatever is packed into it
     assert found is not None
@@ -153,6 +154,17 @@ def test_a_few_limits() -> None:
 def test_many_limits(part: int) -> None:
     """Tokens that are chosen by their scores, up to a limit that they may reach."""
     found: Any = check_many(CASES // 2, seed(3) * 8 + part, LIMITS)
+    print(found)
+
+
+def test_a_few_of_models() -> None:
+    assert check_many(6, seed(4), MODELS).keys() >= {"equal", "refused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(2))
+def test_many_of_models(part: int) -> None:
+    found: Any = check_many(CASES // 2, seed(5) * 8 + part, MODELS)
     print(found)
 
 

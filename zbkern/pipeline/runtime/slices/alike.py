@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _CHOICES = {"argmax", "argmin", "max", "min", "topk"}
-_COMPARISONS = {
-    *("gt", "ge", "lt", "le", "eq", "ne", "__gt__", "__ge__", "__lt__", "__le__", "__eq__", "__ne__"),
-    *("greater", "greater_equal", "less", "less_equal", "not_equal", "bool", "logical_not"),
-}
+_OF_LARGE = {"gt", "ge", "__gt__", "__ge__", "greater", "greater_equal"}  # true where the first number is
+_OF_SMALL = {"lt", "le", "__lt__", "__le__", "less", "less_equal", "logical_not"}
+_COMPARISONS = {*_OF_LARGE, *_OF_SMALL, "eq", "ne", "__eq__", "__ne__", "not_equal", "bool"}
 # of what tokens before have: these are compared with the limit itself
 _SCANS = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 # whose results are numbers that were chosen, or steps; what makes integers or truths of numbers chooses, whatever it is
@@ -46,9 +45,9 @@ class _Endless(RuntimeError):
 
 
 class Alike(TorchFunctionMode):
-    """Inside, torch's functions of this thread choose the first of what they choose from. passes: for how many of so
-    many tokens, from the first on, comparisons of numbers that depend on weights or inputs are true; None for those
-    where they are."""
+    """Inside, torch's functions of this thread choose the first of what they choose from. passes: of how many
+    tokens, from the first on, numbers that depend on weights or inputs are larger than what they are compared with;
+    None for those of which they are."""
 
     def __init__(self, passes: int | None, tokens: int) -> None:
         super().__init__()
@@ -63,7 +62,8 @@ class Alike(TorchFunctionMode):
 
     def begin(self, place: tuple[int, int], inputs: list[Tensor], running: list[str]) -> None:
         """Before a forward of the tokens of this place. running: the names of parts that will be, innermost last."""
-        self._tokens, self._left, self._running, self.orders = place[1] - place[0], _MOST, running, False
+        self._tokens, self._end = place[1] - place[0], place[1]
+        self._left, self._running, self.orders = _MOST, running, False
         self._noted = self.compared[place] = []
         self._rows = next((len(leaf) for leaf in inputs if leaf.dim() > 1), 1)
         self._passing = max(0, (self._passes or 0) - place[0])  # of these
@@ -83,7 +83,7 @@ class Alike(TorchFunctionMode):
             return result
         try:
             return self._instead(getattr(func, "__name__", ""), result, args, kwargs)
-        except _Endless:
+        except (_Endless, torch.OutOfMemoryError):
             raise
         except Exception as error:
             self.fault = self.fault or error
@@ -98,8 +98,8 @@ class Alike(TorchFunctionMode):
             self.orders |= self._is_along_tokens(name, args, kwargs)
         if name in _CHOICES:
             result = _with_first(name, result, args, kwargs)
-        elif name in _COMPARISONS and self._is_of_tokens(result):
-            self.compares = self.compares or any(isinstance(each, Tensor) and each.is_floating_point() for each in args)
+        elif name in _COMPARISONS and isinstance(result, Tensor) and result.dim() and not result.is_nested:
+            self.compares = self.compares or any(_is_data(each) for each in args)
             if self._passes is not None and (scanned := self._scanned(args)):
                 self._left -= 1
                 if not self._left:
@@ -107,16 +107,12 @@ class Alike(TorchFunctionMode):
                 self._noted += [
                     ("".join(self._running[-1:]), each.detach().clone()) for each in args if self._scanned([each])
                 ]
-                return result if any(scanned) else self._passed(result)
+                opposite = _OF_SMALL if self._scanned(args[:1]) else _OF_LARGE
+                return result if any(scanned) else self._passed(result, name not in opposite)
         if self._passes is not None and name not in _SHAPED and (scanned := self._scanned([*args, *kwargs.values()])):
             for each in result if isinstance(result, tuple | list) else (result,):
                 self.note(each, name in _SCANS or any(scanned))
         return result
-
-    def _is_of_tokens(self, result: Any) -> bool:
-        if not isinstance(result, Tensor) or result.is_nested:
-            return False
-        return any(size and size % self._tokens == 0 for size in result.shape)
 
     def _is_along_tokens(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         values = _values(args, kwargs)
@@ -126,13 +122,15 @@ class Alike(TorchFunctionMode):
         size = values.numel() if along is None or not values.dim() else values.shape[along]
         return bool(size and size % self._tokens == 0)
 
-    def _passed(self, result: Tensor) -> Tensor:
+    def _passed(self, result: Tensor, value: bool) -> Tensor:
+        """What a comparison gives where this is the value for tokens that pass."""
         if self._are_alike:
-            return torch.full_like(result, self._passing > 0)
-        if result.shape[:2] != (self._rows, self._tokens):
+            return torch.full_like(result, (self._passing > 0) == value)
+        if result.dim() < 2 or len(result) != self._rows or result.shape[1] not in (self._tokens, self._end):
             return result  # which dimension is that of tokens is not known
-        passed = torch.zeros_like(result)
-        passed[:, : self._passing] = True
+        passed = torch.full_like(result, not value)
+        count = self._passing if result.shape[1] == self._tokens else self._passes  # of all that slices have left
+        passed[:, :count] = value
         return passed
 
     def _scanned(self, values: Iterable[Any]) -> list[bool]:
@@ -151,6 +149,10 @@ class Alike(TorchFunctionMode):
 def _is_any(values: Iterable[Any], is_floating: bool) -> bool:
     """Whether any is a tensor of these numbers, or of others."""
     return any(isinstance(each, Tensor) and each.is_floating_point() == is_floating for each in values)
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not isinstance(value, nn.Parameter)
 
 
 def _is_of_two(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.runtime.slices.sliced_batch import length_of
@@ -94,6 +95,8 @@ class Carry:
         result is to be read only. Raises RuntimeError where a slice before has not called it, ValueError where this one
         has.
         """
+        if has_torch_function_unary(tensor):  # as torch's own functions: modes see it
+            return handle_torch_function(Carry.append, (tensor,), self, key, tensor, dim, window)
         self._note_call("append", key)
         sequence, index = self._sequence, self._index
         ends = sequence.ends.setdefault(key, [0])

@@ -104,8 +104,9 @@ class Comparison:
             watching.forget()
             if alike is not None:
                 self.chooses, self.compares, self.orders = alike.chooses, alike.compares, alike.orders
-                if alike.fault is not None:  # whatever the module has made of it
-                    raise Fault(alike.fault) from alike.fault
+            for each in (alike, undrawn, watching):
+                if each is not None and each.fault is not None:  # whatever the module has made of it
+                    raise Fault(each.fault) from each.fault
 
     def _what_differs(self, runs: Runs, watching: Watching) -> WhatDiffers:
         return WhatDiffers(self._module, runs.places, watching, self._rounding.limit)

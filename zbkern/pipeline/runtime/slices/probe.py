@@ -76,7 +76,8 @@ class Probes:
         # positions that begin anew tell of packs, and may come in any later row
         if refused is not None and (has_ends or _begin_anew(positions, carry)):
             raise ValueError(f"Pipeline: chunk {self._chunk} cannot take sequences packed into a row: {refused}")
-        if carry is None or carry.start > 0:
+        # of segments that begin with a slice, only a later one may have numbers
+        if carry is None or (carry.start > 0 and not has_other_numbers(call.by_name().get("attention_mask"))):
             return
         takes_packs = positions is not None and refused is None
         refused = self._refused("slices", run, call, partial(difference_of_slices, in_packs=takes_packs))
@@ -170,13 +171,16 @@ def _difference_of_packs(module: nn.Module, run: Callable[..., Any], call: Call)
     """What is different for sequences that are packed into a row; None for nothing."""
 
     def cases(lengths: _Lengths, draw: Draw, told: bool, comparison: Comparison) -> Iterator[tuple[str, Case]]:
-        def case(each: Sequence[int], trains: bool, number: int = 0) -> Case:
-            inputs, side = drawn_inputs(call, module, sum(each), draw._replace(recurs=trains, number=number))
-            parts = [of_sequences(call, [length], told) for length in each]
-            alike = not trains and not number
-            return Case(inputs, side, each, [of_sequences(call, each, True)], parts, trains=trains, alike=alike)
+        def case(each: Sequence[int], trains: bool, number: int = 0, rows: int = ROWS) -> Case:
+            own = draw._replace(recurs=trains, number=number, rows=rows)
+            inputs, side = drawn_inputs(call, module, sum(each), own)
+            parts = [of_sequences(call, [length], told, rows) for length in each]
+            whole = of_sequences(call, each, True, rows)
+            return Case(inputs, side, each, [whole], parts, trains=trains, alike=not trains and not number)
 
         yield "", case(lengths.many, False)
+        if _may_end_with_a_row(module, call, comparison):
+            yield "", case(lengths.many, False, rows=1)
         yield "", case(lengths.uneven, True)
         for number in _more_draws(lengths, comparison):
             yield "", case(lengths.uneven, False, number)
@@ -200,16 +204,22 @@ def _difference_of_packs(module: nn.Module, run: Callable[..., Any], call: Call)
 def _first_difference(
     module: nn.Module, run: Callable[..., Any], call: Call, cases: _Cases
 ) -> tuple[tuple[str, Unable] | None, tuple[str, str] | None]:
-    """Why a case could not be compared, or what differs in it; each with the case's name."""
-    comparison = Comparison(module, run, _device_of(call, module))
-    with comparison.running():
-        for what, case in cases(comparison):
-            try:
-                wrong = _difference_of_choices(comparison, case) if case.alike else _difference(comparison, case)
-            except Unable as error:
-                return (what, error), None
-            if wrong is not None:
-                return None, (what, wrong)
+    """Why a case could not be compared, or what differs in it; each with the case's name. Raises Fault for what is
+    neither."""
+    try:
+        comparison = Comparison(module, run, _device_of(call, module))
+        with comparison.running():
+            for what, case in cases(comparison):
+                try:
+                    wrong = _difference_of_choices(comparison, case) if case.alike else _difference(comparison, case)
+                except Unable as error:
+                    return (what, error), None
+                if wrong is not None:
+                    return None, (what, wrong)
+    except (Fault, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise Fault(error) from error
     return None, None
 
 
@@ -261,13 +271,18 @@ def _attempts(call: Call) -> Iterator[tuple[_Lengths, Draw]]:
 
 
 def _in_three(count: int, first: int) -> list[int]:
-    first = max(1, min(first, count - 2))
+    first = _prime(max(1, min(first, count - 2)))
     return [first, 1, count - first - 1] if count > 2 else [1, 1]
 
 
 def _in_two(count: int) -> list[int]:
-    first = min(-(-count * 3 // 5), max(1, count - 1))
+    first = _prime(min(-(-count * 3 // 5), max(1, count - 1)))
     return [first, count - first]
+
+
+def _prime(most: int) -> int:
+    """The largest one up to this, or 1: blocks of a few tokens do not end with so many."""
+    return next(number for number in range(most, 0, -1) if all(number % each for each in range(2, number)))
 
 
 def _cases_of_slices(
@@ -289,6 +304,8 @@ def _cases_of_slices(
         yield "", _case_of_slices(module, call, lengths.longer, draw, False)._replace(may_end=True)
     else:
         yield from cases(lengths.two if has_ends else lengths.longer, draw, False)
+    if _may_end_with_a_row(module, call, comparison):
+        yield from cases(lengths.longer, draw._replace(rows=1), False)
     graded = lengths.uneven if comparison.chooses or not is_plain else lengths.in_three
     yield from cases(graded, draw, True, pads=True)
     if own:
@@ -298,6 +315,12 @@ def _cases_of_slices(
     if in_packs and not has_ends and not call.has_mask():
         packed = _packed(sum(lengths.two))
         yield " of packed rows (position_ids)", _case_of_slices(module, call, lengths.two, draw, True, None, packed)
+
+
+def _may_end_with_a_row(module: nn.Module, call: Call, comparison: Comparison) -> bool:
+    """Whether tokens that are chosen alike up to a limit over all rows may be whole rows, and the same in all parts.
+    Ranks whose passes are collective may have other numbers of rows, and make the same probe."""
+    return comparison.chooses and (call.rows > 1 or _is_collective(module))
 
 
 def _more_draws(lengths: _Lengths, comparison: Comparison) -> range:
@@ -311,7 +334,9 @@ def _cases_of_lengths(
     module: nn.Module, call: Call, lengths: Sequence[int], draw: Draw, trains: bool, pads: bool = False
 ) -> Iterator[tuple[str, Case]]:
     """pads: with padding, where the call has a mask."""
-    count, rows = sum(lengths), min(call.rows, ROWS)
+    if pads and _is_collective(module):
+        draw = draw._replace(rows=1)  # for other ranks may have one
+    count, rows = sum(lengths), min(call.rows, draw.rows)
     case = partial(_case_of_slices, module, call, lengths, draw, trains)
     if tells_ends(call.side):
         yield "", case(sequences=_packed(count))

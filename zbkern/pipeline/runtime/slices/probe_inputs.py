@@ -89,12 +89,14 @@ def has_other_numbers(mask: Any) -> bool:
 class Draw(NamedTuple):
     """How inputs are drawn. resampled: floating-point ones from the call's own, for what takes no others. shrinks:
     other dimensions as long as the sequence are the probe's length, too. recurs: many tokens are one, as words recur,
-    and more alike than an expert with a capacity takes; else as many differ as can. number: of other tokens."""
+    and more alike than an expert with a capacity takes; else as many differ as can. number: of other tokens. rows: at
+    most so many."""
 
     resampled: bool = False
     shrinks: bool = False
     recurs: bool = True
     number: int = 0
+    rows: int = ROWS
 
 
 def drawn_inputs(
@@ -103,7 +105,7 @@ def drawn_inputs(
     """Inputs and side inputs of `count` tokens. counted: [rows, tokens], what is no padding. sequences: the lengths of
     those that are packed into a row, in the place of one."""
     generator = torch.Generator().manual_seed(11 + count + 1_000 * draw.number)
-    rows = min(call.rows, ROWS)
+    rows = min(call.rows, draw.rows)
     masked = counted if counted is not None else torch.ones(rows, count, dtype=torch.bool)
     names = {id(value): name for name, value in call.by_name().items()}
 
@@ -112,7 +114,7 @@ def drawn_inputs(
             return leaf
         name = names.get(id(leaf))
         if name == "position_ids" and call.is_cut(leaf):
-            return _positions(leaf, masked if counted is not None else None, sequences or [count])
+            return _positions(leaf, masked if counted is not None else None, sequences or [count], rows)
         if not call.is_cut(leaf):
             return _narrowed(leaf.detach(), call, rows, count, draw)
         shape = [max(1, min(len(leaf), rows)), count, *leaf.shape[2:]]
@@ -139,7 +141,7 @@ def drawn_inputs(
     return inputs, {name: value for name, value in side.items() if name not in ENDS | LONGEST}
 
 
-def of_sequences(call: Call, lengths: Sequence[int], rows_are_packs: bool) -> dict[str, Any]:
+def of_sequences(call: Call, lengths: Sequence[int], rows_are_packs: bool, rows: int = ROWS) -> dict[str, Any]:
     """The side inputs that tell of sequences, for those of these lengths in a row.
 
     rows_are_packs: False for a sequence by itself, which has none of the names by which models of the transformers
@@ -148,7 +150,7 @@ def of_sequences(call: Call, lengths: Sequence[int], rows_are_packs: bool) -> di
     sides: dict[str, Any] = {}
     for name, value in call.by_name().items():
         if name == "position_ids" and isinstance(value, Tensor):
-            sides[name] = _positions(value, None, lengths)
+            sides[name] = _positions(value, None, lengths, rows)
         elif name == OWN_ENDS or (name in ENDS and rows_are_packs):
             sides[name] = torch.as_tensor(value).new_tensor([*accumulate(lengths, initial=0)])
         elif name in LONGEST and rows_are_packs:
@@ -165,11 +167,11 @@ def padding(rows: int, count: int, first: int) -> Tensor:
     return counted
 
 
-def _positions(like: Tensor, counted: Tensor | None, lengths: Sequence[int]) -> Tensor:
+def _positions(like: Tensor, counted: Tensor | None, lengths: Sequence[int], rows: int) -> Tensor:
     if counted is not None:
         return (counted.long().cumsum(1) - 1).clamp_min(0).to(like)
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return positions.to(like).expand(min(len(like), ROWS), *like.shape[1:-1], len(positions))
+    return positions.to(like).expand(min(len(like), rows), *like.shape[1:-1], len(positions))
 
 
 def _mask(like: Tensor, shape: Sequence[int], counted: Tensor) -> Tensor:
@@ -182,10 +184,10 @@ def _mask(like: Tensor, shape: Sequence[int], counted: Tensor) -> Tensor:
 
 
 def _numbered(numbers: Tensor, counted: Tensor) -> Tensor:
-    """A mask of the numbers that a call's has, in rising order; its least is padding's where that is below 1."""
+    """A mask of the numbers that a call's has, and 1, in rising order; its least is padding's where that is below 1."""
     padding = numbers[:1].clamp_max(0) if len(numbers) else torch.zeros(1)
     kept = numbers[numbers != padding]
-    kept = kept if len(kept) else torch.ones(1)
+    kept = torch.cat([kept, torch.ones(1).to(kept)]).unique()  # slices before may have had it
     places = torch.arange(counted.shape[1]) * len(kept) // counted.shape[1]
     return torch.where(counted, kept[places], padding)
 

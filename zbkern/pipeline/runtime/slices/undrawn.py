@@ -39,6 +39,7 @@ class Undrawn(TorchFunctionMode):
         self._per_forward = per_forward
         self._part: int | None = None
         self._of_whole: set[torch.Size] = set()
+        self.fault: Exception | None = None  # what has failed here; the module goes on with what it draws
 
     def begin(self, part: int | None) -> None:
         self._part = part if self._per_forward else None
@@ -47,10 +48,17 @@ class Undrawn(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
-        if name in _DROPOUTS:
-            return self._dropout(name, *args, **kwargs)
-        if name in _DRAWS:
-            return self._draw(_DRAWS[name], func, args, kwargs)
+        if name in _DROPOUTS or name in _DRAWS:
+            try:
+                if name in _DROPOUTS:
+                    return self._dropout(name, *args, **kwargs)
+                return self._draw(_DRAWS[name], func, args, kwargs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                result = func(*args, **kwargs)  # raises what is the module's own
+                self.fault = self.fault or error
+                return result
         if name == "scaled_dot_product_attention":
             args = args if len(args) < 5 else (*args[:4], 0.0, *args[5:])
             kwargs = {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}

@@ -6,6 +6,7 @@ What is returned for the whole, and the gradient of that, stand in the place of 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,6 +57,7 @@ class Watching:
         self.case, self.trains, self._rounding, self.alike = case, trains, rounding, alike
         self.running: list[str] = []  # parts, the innermost last
         self.is_on = False
+        self.fault: Exception | None = None  # what has failed here; the module, which may catch errors, sees nothing
         self.begin_whole()
 
     def begin_whole(self) -> None:
@@ -98,7 +100,17 @@ class Watching:
         while self.running and self.running.pop() != name:
             pass  # parts whose forwards a module has ended by an exception of its own
         with torch._C.DisableTorchFunction():  # no mode sees what is done here
-            return self._returned(name, inputs, output)
+            return self._watched(partial(self._returned, name, inputs), output)
+
+    def _watched(self, see: Callable[[Any], Any], seen: Any) -> Any:
+        """What see(seen) returns; None, which changes nothing, where it fails."""
+        try:
+            return see(seen)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.fault = self.fault or error
+            return None
 
     def _returned(self, name: str, inputs: Any, output: Any) -> Any:
         call = self._calls[name]
@@ -135,7 +147,7 @@ class Watching:
         forced = leaf.clone()
         forced.data.copy_(whole.tensor[:, self._place])  # past autograd's sight, which has nothing of a copy
         if whole.is_followed and forced.requires_grad:
-            forced.register_hook(partial(self._arrived, whole, self._place))
+            forced.register_hook(partial(self._watched, partial(self._arrived, whole, self._place)))
         self._known[id(forced)] = forced, forced._version, whole
         if self.alike is not None:
             self.alike.note(forced)
@@ -154,7 +166,7 @@ class Watching:
         copy = leaf.clone()
         self._known[id(copy)] = copy, copy._version, whole
         whole.is_followed = True
-        copy.register_hook(whole.note_gradient)
+        copy.register_hook(partial(self._watched, whole.note_gradient))
         return copy
 
     def _found(self, leaf: Any) -> Whole | None:
