@@ -133,6 +133,25 @@ def test_ranks_with_other_batches_are_told_once(caplog: pytest.LogCaptureFixture
     assert said.startswith("Pipeline.step: the inputs of ranks [0, 1] differ")
 
 
+@pytest.mark.parametrize("apart, calls", [(1, ["evaluate", *["step"] * 2]), (2, ["step"] * 4), (3, ["step"] * 5)])
+def test_batches_that_differ_later_are_told_of(caplog: pytest.LogCaptureFixture, apart: int, calls: list[str]) -> None:
+    """As where ranks draw rows from their default generators, which dropout on some of them moves apart; or where a
+    step is not the first call. apart: the first step whose batch differs."""
+    _, x, targets, _ = model_and_batch()
+
+    def run(pipe: Pipeline) -> None:
+        steps = 0
+        for call in calls:
+            steps += call == "step"
+            differs = pipe.rank * (steps >= apart)
+            getattr(pipe, call)(x.roll(differs, 0), targets.roll(differs, 0))
+
+    run_pipelines(schedules.zb_h1(2, 4), [nn.Linear(4, 4).double() for _ in range(2)], run)
+    said = [record.getMessage() for record in caplog.records if "differ" in record.getMessage()]
+    assert [each.split(" of ")[0] for each in said] == ["Pipeline.step: the inputs", "Pipeline.step: the targets"]
+    assert "a generator of its own" in said[0]
+
+
 def test_conjugates_and_nested_tensors_are_compared_or_left_out() -> None:
     """In any batch: an error of one rank here would be none of the others."""
     numbers = torch.randn(4, 2, dtype=torch.complex128)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -248,19 +248,24 @@ _OF_ONE_RANK = "only those of the rank that needs them count (others may pass No
 _GIVEN = {"inputs": _OF_ONE_RANK, "targets": _OF_ONE_RANK, "side inputs": "each rank's chunks take its own"}
 
 
-def check_same_batch(identities: Sequence[Sequence[bytes]]) -> None:
+def check_same_batch(identities: Sequence[Sequence[bytes]], told: Container[str] = ()) -> set[str]:
     """Warns where ranks were given a batch that differs, as by a loader that shards it over all ranks.
 
-    identities: of inputs, targets and side inputs, by rank. No error, since all but one rank's may be anything.
+    identities: of inputs, targets and side inputs, by rank. No error, since all but one rank's may be anything. Returns
+    which of these differ; `told` are those that have before.
     """
+    found = set[str]()
     for name, numbers in zip(_GIVEN, zip(*identities, strict=True), strict=True):
         ranks = [rank for rank, number in enumerate(numbers) if number]
-        if len({numbers[rank] for rank in ranks}) > 1:
+        if name not in told and len({numbers[rank] for rank in ranks}) > 1:
+            found.add(name)
             logger.warning(
                 "Pipeline.step: the %s of ranks %s differ, and %s: the ranks of one pipeline need one batch, so a "
-                "DataLoader must not be sharded over them",
+                "DataLoader must not be sharded over them, and what draws rows needs a generator of its own with one "
+                "seed: after dropout the default ones of ranks differ",
                 *(name, ranks, _GIVEN[name]),
             )
+    return found
 
 
 def rows_of(value: Any) -> int:

@@ -61,7 +61,9 @@ class Calls:
         fill: str,
         timeout: float,
     ) -> None:
-        self.state, self.completed = "ended", 0
+        self.state, self.completed, self._steps = "ended", 0, 0
+        self._given: Any = None  # of a step: what says which batch this rank has
+        self._told: set[str] = set()
         self.timeout = timeout
         self.replicas = Replicas(modules, recorder.queue)
         losses = {len(schedules.first.placement) - 1: loss_fn}
@@ -97,16 +99,12 @@ class Calls:
         elif self.boundary.state == "broken":  # since another Pipeline of these chunks has failed
             with self.running():
                 self.boundary.recover(self.transport, self.timeout)
-        if call == "step" and self.completed == 0 and self.transport.size > 1:
+        self._given = None
+        if call == "step" and self.transport.size > 1 and not self._steps & (self._steps + 1):  # 1, 2, 4 and so on
             with self.running():
-                given = tuple(map(identity, arguments))
-                rows = rows_of(arguments[0]), rows_of(arguments[1])
-                batches = self.transport.gather((given, rows), self.timeout, call)
-            if self.transport.rank == 0:
-                check_same_batch([given for given, _ in batches])
-                schedule = self.loop.schedule
-                inputs, targets = (batches[schedule.placement[end]][1][end] for end in (0, -1))
-                warn_of_single_targets(inputs, targets, schedule.microbatches)
+                self._given = tuple(map(identity, arguments)), (rows_of(arguments[0]), rows_of(arguments[1]))
+                if self._steps == 0:
+                    self.compare_batches()
         if wrong is not None:
             self.fail(wrong)
             raise wrong
@@ -118,6 +116,7 @@ class Calls:
         if call == "step":
             self.loop.recorder.clear()
         self.loop.begin(batch, self.loop.step + 1, call == "forward")
+        self._steps += call == "step"
         self.boundary.calls = self
         if self.replicas.agreement:
             with self.running():
@@ -125,6 +124,20 @@ class Calls:
                 kinds = [kind_of_probes(unit.slices > 1, each.inputs, each.side, each.tokens) for unit, each in pairs]
                 passes = self.loop.passes, kinds
                 self.replicas.agreement.check(call, passes, len(batch), self.transport, self.timeout)
+
+    def compare_batches(self) -> None:
+        """Has rank 0 warn where ranks were given other batches, in the first step and some later ones, as ranks that
+        draw their batches may begin alike; collective. Only the first begins with it: no other waits for all ranks."""
+        if self._given is None:
+            return
+        given, self._given = self._given, None
+        batches = self.transport.gather(given, self.timeout, "step")
+        if self.transport.rank == 0:
+            self._told |= check_same_batch([given for given, _ in batches], self._told)
+            if self._steps == 0:
+                schedule = self.loop.schedule
+                inputs, targets = (batches[schedule.placement[end]][1][end] for end in (0, -1))
+                warn_of_single_targets(inputs, targets, schedule.microbatches)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -272,7 +285,7 @@ class Calls:
             calls = self.transport.gather((call, self.completed), self.timeout)
             self.completed = max(completed for _, completed in calls)
             check_same_step(calls)
-        self.state, self.loop.step = "ended", 0  # every rank counts messages anew
+        self.state, self.loop.step, self._steps = "ended", 0, 0  # every rank counts messages anew
 
     def _where(self, error: BaseException) -> tuple[str, str]:
         """What the message of an error says before and after its own text."""

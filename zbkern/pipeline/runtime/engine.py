@@ -130,6 +130,8 @@ class Pipeline:
             self._own_sums.add()
             calls.transport.begin_action("sum over tied weights")
             self._tied.sum_gradients(loop.step, calls.timeout)
+            calls.transport.begin_action("comparison of batches")
+            calls.compare_batches()
         return _mean(calls.end())
 
     def evaluate(
