@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,15 @@ class Calls(nn.Module):
         return self._function(self.layer, *arguments, **keywords)
 
 
+@dataclasses.dataclass
+class State:
+    x: torch.Tensor
+    mask: torch.Tensor | None = None
+
+
+torch.utils._pytree.register_dataclass(State)  # as torch.export.register_dataclass does
+
+
 class Takes(nn.Module):
     """One tensor, nothing else."""
 
@@ -41,6 +51,26 @@ class Takes(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_chunks_pass_on_dataclasses(masked: bool) -> None:
+    """As nodes of torch's trees, which leave out what is None, as the gradient of a mask is."""
+
+    def chunks() -> list[Any]:
+        torch.manual_seed(0)
+        first = Calls(lambda layer, x: State(layer(x), x > 0 if masked else None))
+        second = Calls(lambda layer, state: State(layer(state.x), state.mask))
+        return [first, second, Calls(lambda layer, state: layer(state.x) * (1 if state.mask is None else state.mask))]
+
+    whole, parts, x = chunks(), chunks(), torch.randn(4, 2)
+    run_pipelines(schedules.zb_h1(3, 2), parts, lambda pipe: pipe.step(x, ONES))
+    output: Any = x
+    for chunk in whole:
+        output = chunk(output)
+    nn.functional.mse_loss(output, ONES).backward()
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one.layer.weight.grad, other.layer.weight.grad)
 
 
 def step(*modules: nn.Module, loss_fn: Any = nn.functional.mse_loss, inputs: Any = ONES) -> Any:

@@ -25,7 +25,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import (
     tells_ends,
 )
 from zbkern.pipeline.transport.base import check_timeout
-from zbkern.pipeline.transport.tensors import tensors_in
+from zbkern.pipeline.transport.tensors import remedy_of_dataclass, tensors_in
 from zbkern.pipeline.transport.tied_names import check_tied
 from zbkern.schedules.actions import ScheduleError
 from zbkern.schedules.program import FILLS
@@ -291,7 +291,8 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
     errors. Raises ValueError or TypeError for what cannot be split.
     """
     if value is None:
-        raise ValueError(f"Pipeline.{call}: {name} must be given on this rank; got None")
+        hint = "; a loss_fn that needs none takes any tensor of as many rows" if name == "targets" else ""
+        raise ValueError(f"Pipeline.{call}: {name} must be given on this rank; got None{hint}")
     if isinstance(value, list):
         if len(value) != count:
             raise ValueError(
@@ -303,10 +304,11 @@ def split(call: str, name: str, value: Any, count: int) -> list[Any]:
     tensors = [leaf for leaf in leaves if leaf is not None]
     others = [leaf for leaf in tensors if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.is_nested]
     if not leaves or others:
+        wrong = (others or [value])[0]
+        remedy = remedy_of_dataclass(wrong) or "a list with one entry per microbatch may hold anything"
         raise TypeError(
             f"Pipeline.{call}: {name} must hold tensors with a batch dimension, as a tokenizer's return_tensors='pt' "
-            f"gives them; got {reprlib.repr((others or [value])[0])}; a list with one entry per microbatch may hold "
-            "anything"
+            f"gives them; got {reprlib.repr(wrong)}; {remedy}"
         )
     for tensor in tensors:
         if tensor.shape[0] % count:

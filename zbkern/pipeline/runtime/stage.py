@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -20,7 +21,7 @@ from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.probe import Probes
 from zbkern.pipeline.runtime.slices.sequence_loss import SequenceLosses, loss_of
 from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up
-from zbkern.pipeline.transport.tensors import arrived
+from zbkern.pipeline.transport.tensors import arrived, remedy_of_dataclass
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue, in_flight
 from zbkern.wgrad.queue import AT_ONCE
@@ -151,8 +152,8 @@ class Stage:
 
         Of one that `use` has named, each layer's W runs right after its B, and nothing is held for it.
 
-        The gradients come and go in the tree of the outputs and inputs, None where a tensor takes none. Those of the
-        first chunk's inputs, if they ask for any, stay with the caller's tensors.
+        The gradients come and go as a list of those of the outputs and inputs, None where a tensor takes none, or as
+        that of one tensor. Those of the first chunk's inputs, if they ask for any, stay with the caller's tensors.
         """
         inputs, roots, weight = self._saved.pop(unit)
         key, scope = (self.chunk, unit), self._scope(unit)
@@ -179,7 +180,9 @@ class Stage:
         self.carries.end_backward(unit)
         if self.chunk == 0:
             return None
-        return _take_gradient(inputs) if isinstance(inputs, Tensor) else pytree.tree_map(_take_gradient, inputs)
+        if isinstance(inputs, Tensor):
+            return _take_gradient(inputs)
+        return [*map(_take_gradient, pytree.tree_leaves(inputs))]  # a node of a class may leave out what is None
 
     def weight(self, *units: int, in_turns: bool = False) -> None:
         """W of these units, merged into one launch per weight. in_turns: one at a turn, beside other passes."""
@@ -245,7 +248,8 @@ class Stage:
             if leaf is not None and not isinstance(leaf, Tensor):
                 raise TypeError(
                     f"Pipeline: chunk {self.chunk} must return tensors (or None) for the next chunk, in tuples, lists "
-                    f"or dicts; got {leaf!r} among them: make it a tensor, or compute it in the chunk that needs it"
+                    f"or dicts; got {reprlib.repr(leaf)} among them: "
+                    + (remedy_of_dataclass(leaf) or "make it a tensor, or compute it in the chunk that needs it")
                 )
             if leaf is not None and leaf.layout is not torch.strided:
                 raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +20,12 @@ def kinds(tree: Any) -> str:
     """What errors say of the tensors in it: their dtypes and shapes; else its class."""
     found = [f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}" for leaf in tensors_in(tree)]
     return ", ".join(found) or type(tree).__name__
+
+
+def remedy_of_dataclass(value: Any) -> str:
+    """What errors advise where a leaf is a dataclass, into which torch's trees do not look; else nothing."""
+    kind = type(value).__name__
+    return f"register its class, torch.export.register_dataclass({kind})" if is_dataclass(value) else ""
 
 
 def local_part(tensor: Any) -> Any:

@@ -277,6 +277,7 @@ def _spread(name: str, value: Any, count: int) -> tuple[float, ...]:
     if len(value) != count:
         what = "edges between chunks" if name in OF_EDGES else "chunks"
         raise ValueError(
-            f"Costs: {name} has {len(value)} entries and the schedule {count} {what}; give one number, or {count}"
+            f"Costs: {name} has {len(value)} entries and the schedule {count} {what}; give one number, or {count}, or "
+            "plan for the chunks that these are of: plan(..., placement=schedule.placement)"
         )
     return value
