@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,15 @@ from zbkern.pipeline import (
     token_targets,
 )
 from zbkern.pipeline.transport.local import LocalTransport
+
+
+class Positions(nn.Module):
+    """Its second embedding is no layer of a chain: its output is added to that of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(4, 2), nn.Embedding(4, 2)
+        self.blocks, self.head = nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 4)
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -135,6 +145,8 @@ def test_layers_in_another_order_or_twice() -> None:
         ),
         ({"model": nn.Linear(2, 2)}, "Linear is no model of the transformers library; name them"),
         ({"rank": None}, "rank must be given"),
+        ({"rank": 2}, r"rank must be a place in the pipeline, from 0 to 1; got 2: with replicas .*get_local_rank"),
+        ({"model": Positions()}, r"such as layers=\['tokens', 'blocks.\*', 'head'\]"),
         ({"weights": "nowhere"}, "weights must be None for a model that has its weights"),
     ],
 )
@@ -211,13 +223,20 @@ def test_checkpointing_repeats_dropout_and_evaluation_has_none() -> None:
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
 
 
-def test_embeddings_are_resized_before_the_model_is_cut() -> None:
+def test_a_part_of_a_model_refuses_what_whole_models_do(tmp_path: Path) -> None:
+    """It would write a folder that from_pretrained fills up with random weights, or fail for want of other chunks."""
     for rank in range(2):
         (chunk,) = cut(make("llama"), schedules.zb_h1(2, 2), rank=rank)
-        with pytest.raises(ValueError, match="cut: resize the embeddings of the whole model before you cut it"):
+        with pytest.raises(ValueError, match=r"resize_token_embeddings: other.*: resize the embeddings of the whole"):
             chunk.whole.resize_token_embeddings(70)
+        with pytest.raises(ValueError, match=r"save_pretrained: other chunks have parts of the model: call .*export"):
+            chunk.whole.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match="generate: other chunks have parts of the model: let one process"):
+            chunk.whole.generate(batch()[0])
+    assert not [*tmp_path.iterdir()]
     (chunk,) = cut(make("llama"), schedules.gpipe(1, 1))
     chunk.whole.resize_token_embeddings(70)
+    chunk.whole.save_pretrained(tmp_path)
     assert chunk.get_parameter("model.embed_tokens.weight").shape[0] == 70
 
 

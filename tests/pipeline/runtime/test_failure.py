@@ -151,7 +151,7 @@ def test_a_second_mistake_in_a_row_is_named_as_the_first_was() -> None:
         return errors
 
     for errors in run_pipelines(schedules.zb_h1(2, 2), [*map(WithSide, make_model(2))], steps, timeout=60):
-        assert all("Pipeline.step: targets must be given on this rank; got None; a loss_fn" in error for error in errors)
+        assert all("Pipeline.step: targets must be given on this rank; got None; a loss" in error for error in errors)
 
 
 def constructing_apart(wrong: bool, scale: float) -> list[Any]:

@@ -133,7 +133,7 @@ def test_ranks_with_other_batches_are_told_once(caplog: pytest.LogCaptureFixture
     assert said.startswith("Pipeline.step: the inputs of ranks [0, 1] differ")
 
 
-@pytest.mark.parametrize("apart, calls", [(1, ["evaluate", *["step"] * 2]), (2, ["step"] * 4), (3, ["step"] * 5)])
+@pytest.mark.parametrize(("apart", "calls"), [(1, ["evaluate", *["step"] * 2]), (2, ["step"] * 4), (3, ["step"] * 5)])
 def test_batches_that_differ_later_are_told_of(caplog: pytest.LogCaptureFixture, apart: int, calls: list[str]) -> None:
     """As where ranks draw rows from their default generators, which dropout on some of them moves apart; or where a
     step is not the first call. apart: the first step whose batch differs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from zbkern.pipeline.models.halves import Halves
 from zbkern.pipeline.models.layers import encoder_of, is_transformer, name_in
 from zbkern.pipeline.models.rewritten import Place, Rewrite, Rewritten
 from zbkern.pipeline.models.router_losses import RouterLosses, has_router_loss
-from zbkern.pipeline.models.stand_ins import Flow, refuse_resizing
+from zbkern.pipeline.models.stand_ins import OF_WHOLE_MODELS, Flow, refuse
 from zbkern.pipeline.models.whole_lengths import WholeLengths
 
 
@@ -66,7 +67,7 @@ class Chunk(nn.Module):
         head, rewrites = names[-1], list[Rewrite]()
         if is_transformer(whole):
             if first > 0 or not place.is_last:
-                whole.__dict__["resize_token_embeddings"] = refuse_resizing
+                whole.__dict__.update({method: partial(refuse, method) for method in OF_WHOLE_MODELS})
             if place.is_last:
                 head = name_in(whole, self.whole.get_output_embeddings())
             rewrites += WholeLengths(whole, place.layers), LibraryArguments(whole, place)

@@ -180,10 +180,16 @@ def _check_names(planned: Sequence[str], partition: Sequence[float], names: Sequ
 
 
 def _rank(rank: int | None, group: dist.ProcessGroup | None, schedule: Schedule) -> int:
+    if rank is None and (place := place_in(group)) is not None:
+        rank = place[0]
     if rank is not None:
+        if rank not in range(schedule.ranks):
+            raise ValueError(
+                f"cut: rank must be a place in the pipeline, from 0 to {schedule.ranks - 1}; got {rank!r}: with "
+                'replicas or tensor parallelism pass rank=mesh.get_local_rank("stage"), or make the schedule for as '
+                "many ranks as there are"
+            )
         return rank
-    if (place := place_in(group)) is not None:
-        return place[0]
     if schedule.ranks > 1:
         raise ValueError(
             f"cut: rank must be given where torch.distributed is not initialised; the schedule has {schedule.ranks}"

@@ -302,6 +302,9 @@ def _of_stack(model: Any, stack: str, outermost: str) -> dict[str, str]:
 
 def _remedy(model: nn.Module) -> str:
     names = _own_names(model, "")
+    plain = [name for name in names if not name.endswith(".*")]
+    added = [name for name in plain if isinstance(model.get_submodule(name), nn.Embedding)][1:]  # such as of positions
+    names = [name for name in names if name not in added]
     return "name them in the order in which they run" + (f", such as layers={names}" if names else "")
 
 

@@ -28,9 +28,17 @@ class Reached(Exception):
         )
 
 
-def refuse_resizing(*_: Any, **__: Any) -> None:
-    """In the place of a model's `resize_token_embeddings`, where one chunk has the embedding and another the head."""
-    raise ValueError("cut: resize the embeddings of the whole model before you cut it: other chunks have parts of it")
+# What a part of a model would do as if it were the whole, and what errors advise.
+OF_WHOLE_MODELS = {
+    "resize_token_embeddings": "resize the embeddings of the whole model before you cut it",
+    "save_pretrained": "call zbkern.pipeline.export(folder, pipe) on every rank",
+    "generate": "let one process read what zbkern.pipeline.export writes",
+}
+
+
+def refuse(method: str, *_: Any, **__: Any) -> None:
+    """In the place of such a method of a model of which other chunks have parts."""
+    raise ValueError(f"cut: {method}: other chunks have parts of the model: {OF_WHOLE_MODELS[method]}")
 
 
 class Flow:
