@@ -319,7 +319,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("open_pipe('step', t(3, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of inputs must be a multiple of"),
     ("open_pipe('step', t(4, 2), t(3, 2))", ValueError, "Pipeline.step: dimension 0 of targets must be a multiple of"),
     ("open_pipe('step', [t(2, 2)], t(4, 2))", ValueError, "Pipeline.step: inputs is a list of 1 microbatches and the"),
-    ("open_pipe('step', HEAD(), t(4, 2))", TypeError, "register its class, torch.export.register_dataclass(CrossEntrop"),
+    ("open_pipe('step', HEAD(), t(4, 2))", TypeError, "register its class, torch.export.register_dataclass(CrossEntro"),
     ("open_pipe('step', 'a', t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', t(), t(4, 2))", TypeError, "Pipeline.step: inputs must hold tensors with a batch dimension"),
     ("open_pipe('step', torch.nested.nested_tensor([t(2)] * 4), t(4, 2))", TypeError, "Pipeline.step: inputs must"),
