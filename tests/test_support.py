@@ -1,16 +1,16 @@
-"""What tests stand on: ranks that have begun other collectives are replaced before the next test."""
+"""What tests stand on: ranks that have begun other collectives are replaced before the next test; patience ends."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.patience import patiently
 from tests.support.ranks import Ranks
-
-pytestmark = pytest.mark.dist
 
 
 def one_alone() -> int:
@@ -25,6 +25,7 @@ def all_of_them() -> tuple[int, float]:
     return os.getpid(), value.item()
 
 
+@pytest.mark.dist
 def test_a_collective_that_not_all_have_begun_meets_no_later_one() -> None:
     ranks = Ranks(2)
     try:
@@ -36,3 +37,20 @@ def test_a_collective_that_not_all_have_begun_meets_no_later_one() -> None:
         assert not {pid for pid, _ in third} & {pid for pid, _ in first}
     finally:
         ranks.close()
+
+
+@pytest.mark.filterwarnings("ignore:is tried again with")
+def test_what_is_wrong_fails_with_any_patience() -> None:
+    scales: list[float] = []
+
+    def late_by(least: float) -> Callable[[float], None]:
+        def check(scale: float) -> None:
+            scales.append(scale)
+            assert scale >= least
+
+        return check
+
+    patiently(late_by(4))
+    with pytest.raises(AssertionError):
+        patiently(late_by(100))
+    assert scales == [1, 4, 1, 4, 16]
