@@ -92,6 +92,30 @@ def test_a_model_of_ones_own_with_tokens_as_side_inputs(partition: Any) -> None:
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
 
 
+class Masked(nn.Module):
+    """Its blocks take a mask, which may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, torch.ones(()) if mask is None else mask)
+        return x
+
+
+def test_a_second_argument_comes_by_its_name() -> None:
+    """By its place the first chunk alone would have it, and the others its default."""
+    x, mask = torch.randn(4, 6, 8), torch.ones(4, 6)
+    first, second = (cut(Masked(), schedules.zb_h1(2, 2), layers=["blocks.*"], rank=rank)[0] for rank in range(2))
+    with pytest.raises(ValueError, match=r"'mask' must come by its name.*: pass \{'x': ..., 'mask': ...\} as inputs"):
+        first(x, mask)
+    assert second(first(x), mask=mask).shape == second(first(x, None)).shape == x.shape
+    (whole,) = cut(Masked(), schedules.gpipe(1, 1), layers=["blocks.*"])
+    assert whole(x, mask).shape == x.shape
+
+
 class WithOwn(nn.Module):
     """Has a parameter and a buffer beside its layers, and numbers them with gaps."""
 

@@ -205,6 +205,8 @@ class Rewritten:
         if own in side:  # on every rank, and so in the place of what the first has
             return self.whole(**side)
         if place.first == 0:
+            if not place.is_last:
+                _refuse_positions(inputs, names)
             return self.whole(*inputs, **side)
         if not is_transformer(self.whole) or "input_ids" in side or "inputs_embeds" not in names:
             return self.whole(ArgumentElsewhere(own), **side)
@@ -334,3 +336,14 @@ def _refusal_of(name: str) -> Any:
                 )
 
     return check
+
+
+def _refuse_positions(inputs: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises ValueError for more than the first argument without a name: the forwards of later chunks would do without
+    it, as with the default of a mask."""
+    if len(given := [name for name, value in zip(names, inputs, strict=False) if value is not None]) > 1:
+        by_name = ", ".join(f"{name!r}: ..." for name in given)
+        raise ValueError(
+            f"cut: {given[1]!r} must come by its name, for other chunks run their forwards without it: pass "
+            f"{{{by_name}}} as inputs, on every rank"
+        )
