@@ -18,7 +18,7 @@ from zbkern.pipeline.runtime.arguments import UnitArguments
 from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
-from zbkern.pipeline.runtime.overlap.passes import Passes, own_python_numbers
+from zbkern.pipeline.runtime.overlap.passes import Passes
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
 from zbkern.pipeline.runtime.slices.sequence_loss import put_together
@@ -163,7 +163,8 @@ class Loop:
             for each in ready:
                 each()
             return
-        self._passes.run(ready, [index for index, action in enumerate(beside.passes) if action.kind == "F"])
+        kinds = [action.kind for action in beside.passes]
+        self._passes.run(ready, [index for index, kind in enumerate(kinds) if kind == "F"], of_python="R" in kinds)
         if again := [stage.chunk for stage in stages if stage.runs_again]:
             raise RuntimeError(
                 f"Pipeline: the backward of chunk {again[0]} ran a part of its forward again (torch.utils.checkpoint), "
@@ -283,8 +284,7 @@ class Loop:
 
     def _run_again(self, action: Action, _: Any) -> None:
         assert self._ledger is not None
-        with own_python_numbers():
-            self._ledger.handlers["R"](action)
+        self._ledger.handlers["R"](action)
 
     # ---- waiting, sending, filling
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from zbkern.pipeline.runtime.overlap.thread_state import ThreadState
 from zbkern.wgrad.queue import thread
@@ -30,29 +30,34 @@ class Passes:
     def __init__(self, device: torch.device) -> None:
         self.error: BaseException | None = None  # of the first pass that has failed
         self._device = device
-        self._generators = [torch.default_generator]  # of what torch draws
+        self._of_torch: list[Any] = [torch.default_generator]
         if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[torch.cuda.device(device).idx])
-        self._workers: list[_Worker] = []
+            self._of_torch.append(torch.cuda.default_generators[torch.cuda.device(device).idx])
+        self._threads: list[threading.Thread] = []
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # for any of them; None ends one
         self._mutex = threading.Lock()  # for whose turn it is, and who is left
 
-    def run(self, passes: Sequence[Callable[[], None]], forwards: Sequence[int]) -> None:
+    def run(self, passes: Sequence[Callable[[], None]], forwards: Sequence[int], of_python: bool = False) -> None:
         """Returns once all have ended. Where one raises, the others end at their next turn, and its error is raised.
 
         forwards: which of them are forwards. The first draws the random numbers that it draws alone, and what comes
         after the passes goes on from there; each other one has numbers of its own. A backward may draw those of a
-        forward that it runs again; what else it draws comes from the numbers of before.
+        forward that it runs again; what else it draws comes from the numbers of before. of_python: whether this
+        holds for Python's numbers, too, which takes too long for every turn.
         """
         count = len(passes)
-        while len(self._workers) < count - 1:
-            self._workers.append(_Worker(ThreadState(self._device)))
+        while len(self._threads) < count - 1:
+            run = ThreadState(self._device).run
+            self._threads.append(threading.Thread(target=run, args=(self._serve,), name="zbkern pass", daemon=True))
+            self._threads[-1].start()
+        self._generators = [*self._of_torch, _PythonNumbers] if of_python else self._of_torch
         self._random = self._random_at_first(count, forwards)
         self._turns = [threading.Lock() for _ in passes]
         for turn in self._turns:
             turn.acquire()
         self.error, self._left, self._holder, self._all_ended = None, [*range(count)], 0, threading.Event()
         for index in range(1, count):
-            self._workers[index - 1].start(partial(self._run, index, passes[index]))
+            self._work.put(partial(self._run, index, passes[index]))
         try:
             self._turns[0].release()
             self._run(0, passes[0])
@@ -70,8 +75,14 @@ class Passes:
 
     def close(self) -> None:
         """Ends the threads."""
-        while self._workers:
-            self._workers.pop().end()
+        for _ in self._threads:
+            self._work.put(None)
+        while self._threads:
+            self._threads.pop().join()
+
+    def _serve(self) -> None:
+        for work in iter(self._work.get, None):
+            work()
 
     def _run(self, index: int, work: Callable[[], None]) -> None:
         """All of a pass, in its thread, from its first turn on."""
@@ -121,19 +132,19 @@ class Passes:
     def _after(self, index: int) -> int:
         return next((other for other in self._left if other > index), self._left[0])
 
-    def _random_now(self) -> list[Tensor]:
+    def _random_now(self) -> list[Any]:
         return [generator.get_state() for generator in self._generators]
 
-    def _set_random(self, states: Sequence[Tensor]) -> None:
+    def _set_random(self, states: Sequence[Any]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(state)
 
-    def _random_at_first(self, count: int, forwards: Sequence[int]) -> list[list[Tensor]]:
+    def _random_at_first(self, count: int, forwards: Sequence[int]) -> list[list[Any]]:
         """The random numbers with which each pass begins."""
         before = self._random_now()
         states = [before] * count
         for index in forwards[1:]:
-            seed = zlib.crc32(b"".join(bytes(state.tolist()) for state in before), index)
+            seed = zlib.crc32(b"".join(bytes(state.tolist()) for state in before[: len(self._of_torch)]), index)
             for generator in self._generators:
                 generator.manual_seed(seed)
             states[index] = self._random_now()
@@ -141,55 +152,7 @@ class Passes:
 
 
 class _PythonNumbers:
-    """Gives way with the random numbers of Python as the others have left them, and goes on with its own."""
+    """Those of Python's `random`, as a generator of torch's."""
 
-    def __init__(self, give_way: Callable[[], None]) -> None:
-        self.others, self._give_way = random.getstate(), give_way
-
-    def __call__(self) -> None:
-        own = random.getstate()
-        random.setstate(self.others)
-        self._give_way()
-        self.others = random.getstate()
-        random.setstate(own)
-
-
-@contextmanager
-def own_python_numbers() -> Iterator[None]:
-    """Inside, what a pass draws by Python's `random`, as a forward that runs again, is not what those beside it draw.
-
-    Torch's are each pass's own. For a turn these would take too long.
-    """
-    assert thread.give_way is not None
-    thread.give_way = numbers = _PythonNumbers(thread.give_way)
-    try:
-        yield
-    finally:
-        random.setstate(numbers.others)
-
-
-class _Worker:
-    """A thread that runs one pass after the other."""
-
-    def __init__(self, state: ThreadState) -> None:
-        self._work: Callable[[], None] | None = None
-        self._wakes = threading.Lock()
-        self._wakes.acquire()
-        self._thread = threading.Thread(target=state.run, args=(self._loop,), name="zbkern pass", daemon=True)
-        self._thread.start()
-
-    def start(self, work: Callable[[], None] | None) -> None:
-        self._work = work
-        self._wakes.release()
-
-    def end(self) -> None:
-        self.start(None)
-        self._thread.join()
-
-    def _loop(self) -> None:
-        while True:
-            self._wakes.acquire()
-            work, self._work = self._work, None
-            if work is None:
-                return
-            work()
+    get_state, set_state = staticmethod(random.getstate), staticmethod(random.setstate)
+    manual_seed = staticmethod(random.seed)
