@@ -30,11 +30,10 @@ def in_flight(wait: Callable[[], Any] | None = None, is_completed: Callable[[], 
     watch, thread.watch = thread.watch, None  # a wait within this one is a part of it
     if watch is None:
         return wait()
-    begin = watch.begun()
     try:
-        return wait()
+        with watch():
+            return wait()
     finally:
-        watch.ended(begin)
         thread.watch = watch
 
 

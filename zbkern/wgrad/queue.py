@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -411,21 +411,13 @@ class no_defer:  # as torch.no_grad
         _count(-1)
 
 
-class Watch(Protocol):
-    """Is told of every wait for a collective: `ended` takes what `begun` has returned."""
-
-    def begun(self) -> Any: ...
-
-    def ended(self, begin: Any) -> None: ...
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[tuple[tuple[WGradQueue, Hashable] | None, AbstractContextManager[None]]] = []
         self.in_slice = False
         self.in_w = False  # a W runs
         self.give_way: Callable[[], None] | None = None  # of the pass that runs: lets those beside it go on
-        self.watch: Watch | None = None  # of a profile
+        self.watch: Callable[[], AbstractContextManager[None]] | None = None  # around waits for collectives
 
 
 thread = _Thread()

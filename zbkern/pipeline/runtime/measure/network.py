@@ -25,16 +25,10 @@ class NetworkWatch:
         self._passes: dict[tuple[str, int], list[tuple[float, int]]] = defaultdict(list)  # seconds and waits of each
         self._is_warm = False
 
-    def begun(self) -> Any:
-        return self._recorder.now()
-
-    def ended(self, begin: Any) -> None:
-        self._waits.append((begin, self._recorder.now()))
-
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A step."""
-        self._waits, thread.watch = [], self
+        self._waits, thread.watch = [], self._waiting
         try:
             yield
         finally:
@@ -43,12 +37,18 @@ class NetworkWatch:
             self._count()
         self._is_warm = True
 
-    def milliseconds(self, kind: str, chunk: int) -> float:
-        return 1e3 * median(seconds for seconds, _ in self._passes.get((kind, chunk), [(0.0, 0)]))
+    def medians(self, kind: str, chunk: int) -> tuple[float, float]:
+        """Milliseconds and number of the waits of such a pass."""
+        seconds, waits = map(median, zip(*self._passes.get((kind, chunk), [(0.0, 0)]), strict=True))
+        return 1e3 * seconds, waits
 
-    def count(self, chunk: int) -> float:
-        """Of an F or a B, whichever has more."""
-        return max(median(waits for _, waits in self._passes.get((kind, chunk), [(0.0, 0)])) for kind in "FB")
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begin = self._recorder.now()
+        try:
+            yield
+        finally:
+            self._waits.append((begin, self._recorder.now()))
 
     def _count(self) -> None:
         events = self._recorder.events()

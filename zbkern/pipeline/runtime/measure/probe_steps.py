@@ -120,9 +120,9 @@ class ProbeSteps:
                     carried=carries.nbytes_of_one,
                     carried_gradients=carries.gradient_nbytes_of_one,
                     tokens=length_of(self.batch[0]),
-                    network_forward=network.milliseconds("F", chunk),
-                    network_backward=network.milliseconds("B", chunk),
-                    collectives=network.count(chunk),
+                    network_forward=network.medians("F", chunk)[0],
+                    network_backward=network.medians("B", chunk)[0],
+                    collectives=max(network.medians(kind, chunk)[1] for kind in "FB"),
                 )
             everywhere = {chunk: one for of_rank in pipe.gather(known) for chunk, one in of_rank.items()}
             chunks = [everywhere[chunk] for chunk in range(len(placement))]
