@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +65,7 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """Time each rank spends in actions, that of several beside each other once."""
-        return tuple(map(_spent, self.events))
+        return tuple(sum(own_times(row)) for row in self.events)
 
     @property
     def bubble_rate(self) -> float:
@@ -128,11 +127,6 @@ def own_times(row: Sequence[Event]) -> list[float]:
         for index in active:
             found[index] += (end - start) / len(active)
     return found
-
-
-def _spent(row: Sequence[Event]) -> float:
-    behind = accumulate((event.end for event in row), max, initial=-math.inf)
-    return sum(max(0.0, event.end - max(event.start, until)) for event, until in zip(row, behind, strict=False))
 
 
 def rescaled(timeline: Timeline, factor: float, unit: str, first: float = 0.0) -> Timeline:
