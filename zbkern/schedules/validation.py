@@ -154,17 +154,13 @@ def _check_beside(schedule: ScheduleData) -> None:
                     _fail(schedule, rank, index, why)
 
 
-_DIRECTION = {"F": "forward", "R": "forward", "B": "backward", "BW": "backward", "W": "none"}
-
-
 def _apart(later: Action, earlier: Action) -> str | None:
     """Why two actions of a rank cannot run beside each other, if so."""
-    kinds = {_DIRECTION[later.kind], _DIRECTION[earlier.kind]}
     if later.chunk != earlier.chunk:
         return None
     if later.unit == earlier.unit:
         return f"it needs {earlier}, which it would run beside"
-    if kinds in ({"forward"}, {"backward"}):
+    if any({later.kind, earlier.kind} <= alike for alike in ({"F", "R"}, {"B", "BW"})):
         return f"a chunk runs one forward and one backward at a time; it would run beside {earlier}"
     return None
 
