@@ -22,7 +22,7 @@ _COLLECTIVES = (
     *("allreduce_coalesced", "broadcast", "gather", "reduce", "scatter", "_reduce_scatter_base", "reduce_scatter"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "_end_coalescing"),
 )
-_OTHERS = (
+_OTHERS = (  # messages, too: not all ranks of a group wait for one, and all must have the same turns
     *("_get_backend", "_get_sequence_number_for_group", "_set_sequence_number_for_group", "_start_coalescing"),
     *("barrier", "recv", "recv_anysource", "send"),
 )
@@ -94,15 +94,10 @@ class _Overlapped(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Leaves the group itself, which has others to serve, to whoever made it."""
 
-    def _call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return getattr(self._group, method)(*arguments, **named)
-
-    def _collective(self, method: str, *arguments: Any, **named: Any) -> Any:
-        work = getattr(self._group, method)(*arguments, **named)
-        return None if work is None else _Work(work)
+    def _forward(self, method: str, *arguments: Any, **named: Any) -> Any:
+        result = getattr(self._group, method)(*arguments, **named)
+        return _Work(result) if method in _COLLECTIVES and result is not None else result
 
 
-for _name in _COLLECTIVES:
-    setattr(_Overlapped, _name, partialmethod(_Overlapped._collective, _name))
-for _name in _OTHERS:
-    setattr(_Overlapped, _name, partialmethod(_Overlapped._call, _name))
+for _name in (*_COLLECTIVES, *_OTHERS):
+    setattr(_Overlapped, _name, partialmethod(_Overlapped._forward, _name))
