@@ -30,6 +30,7 @@ from zbkern.schedules.program import Program, fused, offloads_or_recomputes, pea
 from zbkern.schedules.schedule import Schedule
 from zbkern.schedules.warmup import speculative_forwards
 from zbkern.wgrad.accumulation import has_hooks
+from zbkern.wgrad.queue import thread
 
 
 class Loop:
@@ -58,6 +59,8 @@ class Loop:
         self.results: list[Any] = []  # of the last chunk: losses, or, numbered, what `forward` returns
         self._replicas, self._options = replicas, options
         self._passes = Passes(recorder.device)
+        self._handlers: dict[str, Callable[..., None]] = {}  # of a program, by kind
+        self._arrived: dict[Action, Any] = {}  # inputs of passes beside each other, before these begin
         self._hooked: dict[int, frozenset[int]] = {}  # in a step: weights of a chunk with hooks, by identity
         self._fill, self._timeout = fill, timeout
         self._ledger: Ledger | None = None
@@ -118,8 +121,7 @@ class Loop:
 
     def run(self, program: Iterable[tuple[Action | Beside, ...]]) -> None:
         transport, recorder = self.transport, self.recorder
-        handlers: dict[str, Callable[..., None]]
-        handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
+        handlers = self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "BW": self._backward}
         handlers["+"] = self._beside
         if self._ledger is not None:
             handlers.update(self._ledger.handlers)
@@ -139,6 +141,7 @@ class Loop:
     def reset(self) -> None:
         """Drops what was begun."""
         self.forward_input, self.in_flight = None, 0
+        self._arrived.clear()
         self.queue.discard()
         self._replicas.discard()
         for stage in self.stages.values():
@@ -151,11 +154,8 @@ class Loop:
     def _beside(self, beside: Beside) -> None:
         """Passes that take turns, once all inputs have arrived: a pass that waited for one would hold up the others.
         They run one after the other where two would use one gradient, or one chunk's modules, at once."""
-        handlers = {"F": self._run_forward, "B": self._run_backward, "BW": self._run_backward, "W": self._run_weight}
-        handlers["R"] = self._run_again
-        ready = [
-            partial(self._take_part, action, handlers[action.kind], self._input(action)) for action in beside.passes
-        ]
+        self._arrived = {action: self._input(action) for action in beside.passes}
+        ready = [partial(self._take_part, action) for action in beside.passes]
         backwards = [action.chunk for action in beside.passes if action.kind in ("B", "BW")]
         stages = [self.stages[each.chunk] for each in beside.passes if each.kind == "F" and each.chunk in backwards]
         weights = [action.chunk for action in beside.passes if action.kind == "W"]
@@ -182,11 +182,11 @@ class Loop:
         weights = [weight for chunk in chunks for weight in self._hooked[chunk]]
         return len({*weights}) < len(weights)
 
-    def _take_part(self, action: Action, handler: Callable[[Action, Any], None], inputs: Any) -> None:
+    def _take_part(self, action: Action) -> None:
         """A pass beside others, in a thread of its own."""
         try:
             with self.recorder.label(action):
-                handler(action, inputs)
+                self._handlers[action.kind](action)
         except Exception:
             if self._passes.error is None:  # the others then end, which is no failure of theirs
                 self.transport.begin_action(action)
@@ -194,6 +194,8 @@ class Loop:
 
     def _input(self, action: Action) -> Any:
         """What an action is given by another chunk, or by the batch; waits for it."""
+        if action in self._arrived:
+            return self._arrived.pop(action)
         kind, chunk, unit = action
         if kind == "F":
             if self._fill == "eager":
@@ -202,10 +204,8 @@ class Loop:
         return None if chunk == self._last or kind in ("W", "R") else self._await("B", action)
 
     def _forward(self, action: Action) -> None:
-        self._run_forward(action, self._input(action))
-
-    def _run_forward(self, action: Action, inputs: Any) -> None:
         _, chunk, unit = action
+        inputs = self._input(action)
         stage, given = self.stages[chunk], self._batch[unit]
         self.forward_input = inputs
         start = self.recorder.now()
@@ -250,10 +250,8 @@ class Loop:
         return [(unit, loss_fn(outputs, target.value))] if of_each is None else of_each(outputs, target.value)
 
     def _backward(self, action: Action) -> None:
-        self._run_backward(action, self._input(action))
-
-    def _run_backward(self, action: Action, gradients: Any) -> None:
         kind, chunk, unit = action
+        gradients = self._input(action)
         self.stages[chunk].prepare(unit)
         start = self.recorder.now()
         outputs = self.stages[chunk].backward_input(unit, gradients)
@@ -267,7 +265,7 @@ class Loop:
             self._replicas.backward_done(chunk)
         self.recorder.done((action,), start)
 
-    def _weight(self, *actions: Action, in_turns: bool = False) -> None:
+    def _weight(self, *actions: Action) -> None:
         chunk = actions[0].chunk
         if self.stages[chunk].splits is False:
             self.stages[chunk].warn_of_fused_backward()
@@ -276,15 +274,8 @@ class Loop:
         units = [action.unit for action in actions]
         self.stages[chunk].prepare(*units)
         start = self.recorder.now()
-        self.stages[chunk].weight(*units, in_turns=in_turns)
+        self.stages[chunk].weight(*units, in_turns=thread.give_way is not None)
         self.recorder.done(actions, start)
-
-    def _run_weight(self, action: Action, _: Any) -> None:
-        self._weight(action, in_turns=True)
-
-    def _run_again(self, action: Action, _: Any) -> None:
-        assert self._ledger is not None
-        self._ledger.handlers["R"](action)
 
     # ---- waiting, sending, filling
 
