@@ -59,7 +59,7 @@ class Loop:
         self.results: list[Any] = []  # of the last chunk: losses, or, numbered, what `forward` returns
         self._replicas, self._options = replicas, options
         self._passes = Passes(recorder.device)
-        self._handlers: dict[str, Callable[..., None]] = {}  # of a program, by kind
+        self._handlers: dict[str, Callable[..., None]] = {}  # while a program runs, by kind
         self._arrived: dict[Action, Any] = {}  # inputs of passes beside each other, before these begin
         self._hooked: dict[int, frozenset[int]] = {}  # in a step: weights of a chunk with hooks, by identity
         self._fill, self._timeout = fill, timeout
@@ -133,6 +133,7 @@ class Loop:
                     handlers[action.kind](*group)
         finally:
             self._passes.close()
+            self._handlers = {}  # which refer to this: a closed Pipeline is freed at once
         while self.queue.pending():  # eager: W that ran in no wait
             self._run_oldest()
         self.queue.join()
