@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zbkern
 from tests.support.chunks import needed, one_rank, run_pipelines
 from zbkern.pipeline import Pipeline, PipelineError, profile, schedules
-from zbkern.pipeline.runtime.arguments import identity
+from zbkern.pipeline.runtime.batch import identity
 from zbkern.pipeline.transport.local import LocalTransport
 
 

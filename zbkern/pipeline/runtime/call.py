@@ -11,9 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from zbkern.pipeline.optimizer.step_boundary import StepBoundary
-from zbkern.pipeline.runtime.arguments import (
+from zbkern.pipeline.runtime.arguments import check_hooks
+from zbkern.pipeline.runtime.batch import (
     UnitArguments,
-    check_hooks,
     check_same_batch,
     identity,
     name_with_side,

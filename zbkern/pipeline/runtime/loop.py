@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from zbkern.pipeline.runtime.arguments import UnitArguments
+from zbkern.pipeline.runtime.batch import UnitArguments
 from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
