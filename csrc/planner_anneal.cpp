@@ -1,8 +1,9 @@
-// Simulated annealing over the order of every rank; see planner/annealing.py. A move runs again only what starts after
-// the first pass that it shifted, and stops as soon as it is certain to be rejected.
+// Simulated annealing over the order of every rank; see planner/annealing.py. With a spread, moves that are kept change
+// the times of most passes: all that starts after the first change runs again. Without, they change the times of few,
+// which alone are computed again. Both stop as soon as a move is certain to be rejected.
 #include <algorithm>
+#include <functional>
 #include <stdexcept>
-#include <tuple>
 
 #include "planner.h"
 #include "planner_random.h"
@@ -11,38 +12,51 @@
 namespace zbkern {
 namespace {
 
-constexpr int kWorkOfAMove = 50;  // in passes: to choose and to undo it, however few passes it runs again
+constexpr int kWorkOfAMove = 50;  // to choose and to undo it, however few passes it changes
+constexpr int kWorkOfAChange = 6;  // to compute the times of one pass again
 
 struct Shift {
   int rank, from, to;
 };
 
-// A pass and when it ends. A run has few branches, which a processor cannot foretell: what waits for nothing waits for
-// a pass before all others, and what nobody waits for is waited for by a rank beside the others.
+// A pass and its times. One past all stands for what waits for nothing, and for what nobody waits for.
 struct Timed {
-  Time end = 0, trial_end = 0, lag = 0;  // lag: of the message that it waits for
-  int input, consumer;                   // the pass whose output it waits for; the rank that waits for its output
-  int rank = 0, position = -1;           // its own, and where it is in that rank's row
+  Time end = 0, before = 0;  // before: the move that is tried
+  Time after = 0;            // the longest way from its end to the end of a rank, less when that rank began
+  Time lag = 0;              // of the message that it waits for
+  int input, consumer;       // the passes whose output it waits for, and that wait for its output
+  int consumer_rank, rank, position = -1;  // its own, one past all for none
+  std::int64_t trial = 0;  // the move that changed its end last
+  bool queued = false;
 };
 
 class Annealer {
  public:
-  Annealer(const Problem& problem, const Ordering& start, Time spread)
+  // counts: messages that wait, too.
+  Annealer(const Problem& problem, const Ordering& start, Time spread, bool counts)
       : p_(problem),
         n_(problem.chunks),
         m_(problem.units),
         fused_(start.fused),
         passes_(problem, start.fused),
         rows_(start.rows),
-        spread_(spread) {
+        spread_(spread),
+        saves_(std::any_of(problem.merge_saving.begin(), problem.merge_saving.end(), [](Time each) { return each; })) {
     const int passes = p_.passes();
-    before_.assign(passes, -1), timed_.assign(passes + 1, {0, 0, 0, passes, p_.ranks});
-    timed_[passes].trial_end = -kForever;
+    before_.assign(passes, -1), timed_.assign(passes + 1, {0, 0, 0, 0, passes, passes, p_.ranks, p_.ranks});
+    timed_[passes].end = timed_[passes].after = -kForever;
     for (int pass = 0; pass < passes; pass++) {
       group_.push_back(pass / m_);
       Timed& each = timed_[pass];
-      each.lag = passes_.lag[pass], each.rank = p_.placement[group_[pass] % n_];
-      if (passes_.input[pass] >= 0) each.input = passes_.input[pass], timed_[each.input].consumer = each.rank;
+      each.rank = p_.placement[group_[pass] % n_];
+      if (const int input = passes_.input[pass]; input >= 0) {
+        each.input = input, timed_[input].consumer = pass, timed_[input].consumer_rank = each.rank;
+        // Passes that wait for each other are told by times that grow.
+        const int at = input % (n_ * m_);
+        if (!(input < n_ * m_ ? p_.forward[at] : std::min(p_.backward[at], p_.fused[at])))
+          passes_.lag[pass] = std::max<Time>(1, passes_.lag[pass]);
+      }
+      each.lag = passes_.lag[pass];
     }
     for (int c = 0; c < n_; c++)
       for (int j = 0; j < m_; j++) {
@@ -50,17 +64,31 @@ class Annealer {
         before_[id(kBackward, c, j)] = id(kWeight, c, j);
       }
     const int ranks = p_.ranks;
-    starts_.resize(ranks), memory_.resize(ranks), rest_.resize(ranks), span_.assign(ranks, 0);
-    trial_span_ = span_;
-    first_.assign(ranks, 0), reached_.assign(ranks, 0), waits_for_.assign(ranks + 1, -1), clock_.assign(ranks, 0);
+    memory_.resize(ranks), rest_.resize(ranks), span_.assign(ranks, 0), began_ = trial_span_ = span_;
+    first_.assign(ranks + 1, 0), reached_ = first_, waits_for_.assign(ranks + 1, -1), clock_.assign(ranks, 0);
+    on_path_.assign(passes, 0), peers_.resize(ranks);
+    Ranks times(p_);
+    if (!times.follow(rows_, passes_, std::vector<Time>(ranks, 0), kForever))
+      throw std::invalid_argument("anneal: the orders to start from cannot run");
     for (int rank = 0; rank < ranks; rank++) {
       const std::size_t size = rows_[rank].size();
-      starts_[rank].assign(size, 0), memory_[rank].assign(size, 0);
-      rest_[rank].assign(size + 1, 0), lengths_.emplace_back(size, 0);
+      memory_[rank].assign(size, 0), rest_[rank].assign(size + 1, 0), lengths_.emplace_back(size, 0);
       refresh(rank, 0, static_cast<int>(size) - 1);
+      for (int pass : rows_[rank]) timed_[pass].end = times.end(pass), timed_[pass].after = -kForever;
+      for (int pass : rows_[rank])
+        if (!spread_) queue(pass, -timed_[pass].end);
     }
-    if (!run(kForever)) throw std::invalid_argument("anneal: the orders to start from cannot run");
+    measure_spans();
     commit();
+    if (!counts || p_.forward_message.empty()) return;
+    for (int pass = 0; pass < 2 * n_ * m_; pass++) {
+      const int at = pass % (n_ * m_), peer = timed_[timed_[pass].input].rank;
+      message_.push_back((pass < n_ * m_ ? p_.forward_message : p_.backward_message)[at]);
+      auto& peers = peers_[timed_[pass].rank];
+      const bool is_new = std::find(peers.begin(), peers.end(), peer) == peers.end();
+      if (peer < ranks && peer != timed_[pass].rank && is_new) peers.push_back(peer);
+    }
+    for (int rank = 0; rank < ranks; rank++) most_needed_.push_back(std::max(p_.limit[rank], need(rank)));
   }
 
   bool propose(Random& random, bool may_fuse);
@@ -71,17 +99,38 @@ class Annealer {
   Ordering orders(Time cost) const { return {rows_, fused_, cost}; }
   Time largest() const { return *std::max_element(span_.begin(), span_.end()); }
   std::int64_t work() const { return work_; }
+  // Whether messages are counted, and none exceeds what there is for it.
+  bool within() const { return most_needed_ == p_.limit; }
 
  private:
+  struct Window {
+    int rank, low, high;
+  };
+
   int id(int kind, int c, int j) const { return (kind * n_ + c) * m_ + j; }
   int kind_of(int pass) const { return group_[pass] < n_ ? kForward : group_[pass] < 2 * n_ ? kBackward : kWeight; }
   int chunk_of(int pass) const { return group_[pass] - kind_of(pass) * n_; }
+  Time start_of(int pass) const { return timed_[pass].end - lengths_[timed_[pass].rank][timed_[pass].position]; }
 
+  void begin();
   void refresh(int rank, int low, int high);
   int reach(int rank, int from, int to) const;
   bool must_precede(int before, int after) const;
+  void rotate(int rank, int from, int to);
   void shift(int rank, int from, int to);
-  void toggle(int c, int j);
+  void fuse(int at);
+  void toggle(int at);
+  void change(int rank, int low, int high);
+  void queue(int pass, Time when);
+  int unqueue();
+  bool update(int pass);
+  bool update_all(Time more);
+  bool run_all(Time more);
+  void update_after(int pass, bool always);
+  void update_ways(bool& touched);
+  void measure_spans();
+  Time need(int rank);
+  bool has_room();
   int longest() const { return static_cast<int>(std::max_element(span_.begin(), span_.end()) - span_.begin()); }
   bool fill(Random& random);
   void critical_path();
@@ -92,17 +141,26 @@ class Annealer {
   Passes passes_;
   std::vector<int> before_;  // [pass] the first one of its chunk of the next kind that needs it, or -1
   std::vector<int> group_;   // [pass] kind * chunks + chunk: divisions would take half the time
-  std::vector<Timed> timed_;                                  // [pass]
+  std::vector<Timed> timed_;                                // [pass]
   Rows rows_;
-  std::vector<std::vector<Time>> starts_, memory_, rest_, lengths_;  // [rank][position]
-  std::vector<Time> span_, trial_span_, clock_;
-  std::vector<int> first_, reached_, waits_for_, runnable_;
-  std::int64_t work_ = 0;
-  std::vector<std::pair<int, int>> critical_;
+  std::vector<std::vector<Time>> memory_, rest_, lengths_;  // [rank][position]
+  std::vector<Time> span_, trial_span_, began_, clock_;
+  std::vector<int> first_, reached_, waits_for_, runnable_;  // [rank] of the passes that run again
+  std::vector<std::pair<Time, int>> queue_;  // passes to compute again, a heap by when they ran
+  std::vector<int> changed_;                 // passes whose end the move that is tried has changed
+  std::int64_t work_ = 0, trial_ = 0;
+  std::vector<int> critical_;
+  std::vector<char> on_path_;  // [pass] whether it is in that
   std::vector<Shift> done_;
+  std::vector<Window> windows_;  // what the move changes
   int toggled_ = -1;
-  Time from_ = 0, energy_ = 0, trial_energy_ = 0;
+  bool reordered_ = false;             // whether F or B change their order
+  Time from_ = 0, settled_ = 0;        // when the first of what the move changes began, and the last one ended
+  Time most_ = 0, energy_ = 0, trial_energy_ = 0;  // most_: of a span
   const Time spread_;
+  const bool saves_;
+  std::vector<std::vector<int>> peers_;  // [rank] that send to it
+  std::vector<Time> message_, most_needed_, waiting_;
 };
 
 // Updates lengths, memory, remaining work and positions of a row after a change at low..high.
@@ -129,22 +187,83 @@ void Annealer::refresh(int rank, int low, int high) {
   }
 }
 
-// Runs every pass that a move can change, until it is certain that the energy grows by more than this: each span is at
-// least what its rank has waited and worked so far and its work that is left. False then, or in a deadlock.
-bool Annealer::run(Time more) {
+// Notes that a pass is to be computed again.
+void Annealer::queue(int pass, Time when) {
+  if (timed_[pass].rank == p_.ranks || timed_[pass].queued) return;
+  timed_[pass].queued = true;
+  queue_.emplace_back(when, pass);
+  std::push_heap(queue_.begin(), queue_.end(), std::greater<>());
+}
+
+int Annealer::unqueue() {
+  std::pop_heap(queue_.begin(), queue_.end(), std::greater<>());
+  const int pass = queue_.back().second;
+  queue_.pop_back();
+  timed_[pass].queued = false;
+  return pass;
+}
+
+// Computes when a pass ends. False where a span is certain to be too long.
+bool Annealer::update(int pass) {
+  Timed& each = timed_[pass];
+  const Row& row = rows_[each.rank];
+  const int k = each.position;
+  const Time start = std::max(k ? timed_[row[k - 1]].end : 0, timed_[each.input].end + each.lag);
+  const Time end = start + lengths_[each.rank][k];
+  work_ += kWorkOfAChange;
+  if (end == each.end) return true;
+  if (each.trial != trial_) each.trial = trial_, each.before = each.end, changed_.push_back(pass);
+  each.end = end;
+  queue(each.consumer, timed_[each.consumer].end);
+  if (k + 1 < static_cast<int>(row.size())) queue(row[k + 1], timed_[row[k + 1]].end);
+  // Ways from passes that ended later than all that the move changes are as they were.
+  const Time way = each.before > settled_ ? each.after : rest_[each.rank][k + 1] - began_[each.rank];
+  return end + way <= most_;
+}
+
+// Computes the passes that the move changes, until it is certain that the energy grows too much. False then, or in a
+// deadlock.
+bool Annealer::update_all(Time more) {
+  most_ = (energy_ + more) / p_.ranks;
+  if (from_ < *std::max_element(began_.begin(), began_.end())) most_ = kForever;  // ranks may begin at other times
+  trial_++;
+  bool good = true;
+  for (const Window& each : windows_) {
+    const Row& row = rows_[each.rank];
+    for (int k = each.low; k <= std::min(each.high + 1, static_cast<int>(row.size()) - 1) && good; k++)
+      good = update(row[k]);
+  }
+  const std::int64_t most = work_ + 8 * kWorkOfAChange * static_cast<std::int64_t>(timed_.size());
+  while (!queue_.empty() && good)
+    good = update(unqueue()) && work_ < most;  // passes that wait for each other are computed without end
+  for (const auto& each : queue_) timed_[each.second].queued = false;
+  queue_.clear();
+  if (!good) return false;
+  measure_spans();
+  return trial_energy_ - energy_ <= more;
+}
+
+// Runs every pass that a move can change, until it is certain that the energy grows too much: each span is at least
+// what its rank has waited and worked so far and its work that is left. False then, or in a deadlock.
+bool Annealer::run_all(Time more) {
   runnable_.clear();
   int remaining = 0;
   Time largest = 0, sum = 0;
   for (int rank = 0; rank < p_.ranks; rank++) {
-    const auto& starts = starts_[rank];
-    const int k = static_cast<int>(std::lower_bound(starts.begin(), starts.end(), from_) - starts.begin());
-    first_[rank] = reached_[rank] = k;
-    clock_[rank] = k ? timed_[rows_[rank][k - 1]].end : 0;
+    const Row& row = rows_[rank];
+    const auto is_before = [&](int pass) { return timed_[pass].end <= from_; };
+    first_[rank] = static_cast<int>(std::partition_point(row.begin(), row.end(), is_before) - row.begin());
+  }
+  for (const Window& each : windows_) first_[each.rank] = std::min(first_[each.rank], each.low);
+  for (int rank = 0; rank < p_.ranks; rank++) {
+    const Row& row = rows_[rank];
+    const int k = reached_[rank] = first_[rank], size = static_cast<int>(row.size());
+    clock_[rank] = k ? timed_[row[k - 1]].end : 0;
     waits_for_[rank] = -1;
-    trial_span_[rank] = clock_[rank] + rest_[rank][k] - (k && !p_.makespan ? starts[0] : 0);
+    trial_span_[rank] = clock_[rank] + rest_[rank][k] - (k && !p_.makespan ? start_of(row[0]) : 0);
     largest = std::max(largest, trial_span_[rank]), sum += trial_span_[rank];
-    remaining += static_cast<int>(starts.size()) - k;
-    if (k < static_cast<int>(starts.size())) runnable_.push_back(rank);
+    remaining += size - k;
+    if (k < size) runnable_.push_back(rank);
   }
   // What the loop reads and writes has names of its own, for the compiler cannot tell that no two of them are the same.
   Timed* const passes = timed_.data();
@@ -165,14 +284,14 @@ bool Annealer::run(Time more) {
         waits_for[rank] = pass.input;
         break;
       }
-      const Time wait = std::max<Time>(input.trial_end + pass.lag - now, 0), counted = k || makespan ? wait : 0;
+      const Time wait = std::max<Time>(input.end + pass.lag - now, 0), counted = k || makespan ? wait : 0;
       span += counted, sum += counted, largest = std::max(largest, span);
       if (ranks * largest + spread * sum > most) break;
       now += wait + lengths[k];
-      pass.trial_end = now;
+      pass.before = pass.end, pass.end = now;
       reached[rank] = k + 1;
-      int& waited_for = waits_for[pass.consumer];
-      if (waited_for == row[k]) waited_for = -1, runnable_.push_back(pass.consumer);
+      int& waited_for = waits_for[pass.consumer_rank];
+      if (waited_for == row[k]) waited_for = -1, runnable_.push_back(pass.consumer_rank);
     }
     remaining -= k - begin, work_ += k - begin;
     if (ranks * largest + spread * sum > most) return false;
@@ -182,15 +301,100 @@ bool Annealer::run(Time more) {
   return remaining == 0 && trial_energy_ - energy_ <= more;
 }
 
+// False where the energy grows by more than this, in a deadlock, and where messages have no room.
+bool Annealer::run(Time more) {
+  if (!(spread_ ? run_all(more) : update_all(more))) return false;
+  return !reordered_ || has_room();
+}
+
+void Annealer::measure_spans() {
+  Time largest = 0, sum = 0;
+  for (int rank = 0; rank < p_.ranks; rank++) {
+    const Row& row = rows_[rank];
+    trial_span_[rank] = row.empty() ? 0 : timed_[row.back()].end - (p_.makespan ? 0 : start_of(row[0]));
+    largest = std::max(largest, trial_span_[rank]), sum += trial_span_[rank];
+  }
+  trial_energy_ = p_.ranks * largest + spread_ * sum;
+}
+
+// Computes the longest way from the end of a pass on. always: what comes before has other ways even where that is the
+// same, since the length of the pass may have changed.
+void Annealer::update_after(int pass, bool always) {
+  Timed& each = timed_[pass];
+  const Row& row = rows_[each.rank];
+  const Timed& consumer = timed_[each.consumer];
+  Time after = -began_[each.rank];
+  if (const int k = each.position + 1; k < static_cast<int>(row.size()))
+    after = lengths_[each.rank][k] + timed_[row[k]].after;
+  if (consumer.rank < p_.ranks) {
+    const Time length = lengths_[consumer.rank][consumer.position];
+    after = std::max(after, consumer.lag + length + consumer.after);
+  }
+  work_ += kWorkOfAChange;
+  if (after == each.after && !always) return;
+  each.after = after;
+  if (each.position) queue(row[each.position - 1], -timed_[row[each.position - 1]].end);
+  queue(each.input, -timed_[each.input].end);
+}
+
 void Annealer::commit() {
-  for (int rank = 0; rank < p_.ranks; rank++)
-    for (std::size_t k = first_[rank]; k < rows_[rank].size(); k++, work_++) {
-      Timed& each = timed_[rows_[rank][k]];
-      each.end = each.trial_end;
-      starts_[rank][k] = each.end - lengths_[rank][k];
-    }
+  bool touched = spread_ || trial_energy_ != energy_;  // whether the critical path may be another one
   span_ = trial_span_, energy_ = trial_energy_;
+  if (!spread_) update_ways(touched);
+  if (!touched) return;
+  for (int pass : critical_) on_path_[pass] = false;
   critical_.clear();
+}
+
+// Computes the longest ways again that the move has changed.
+void Annealer::update_ways(bool& touched) {
+  for (int pass : changed_) touched = touched || on_path_[pass];
+  for (int rank = 0; rank < p_.ranks; rank++) {
+    const Row& row = rows_[rank];
+    if (row.empty() || p_.makespan || began_[rank] == start_of(row[0])) continue;
+    began_[rank] = start_of(row[0]), queue(row.back(), -timed_[row.back()].end);
+  }
+  const bool lengths = toggled_ >= 0 || saves_;
+  for (const Window& each : windows_) {
+    const Row& row = rows_[each.rank];
+    for (int k = std::min(each.high + 1, static_cast<int>(row.size()) - 1); k >= std::max(each.low - 1, 0); k--) {
+      touched = touched || on_path_[row[k]];
+      update_after(row[k], lengths);
+    }
+  }
+  while (!queue_.empty()) update_after(unqueue(), false);
+}
+
+// What the passes of a rank hold at most, with the messages that others may have sent before it takes them, beside the
+// room for those; see schedules/ahead.py. A sender has heard of its passes from the rank itself.
+Time Annealer::need(int rank) {
+  waiting_.assign(rows_[rank].size() + 1, 0);
+  for (int peer : peers_[rank]) {
+    int heard = 0;
+    for (int pass : rows_[peer]) {
+      if (pass >= static_cast<int>(message_.size())) continue;
+      const Timed &each = timed_[pass], &input = timed_[each.input], &taker = timed_[each.consumer];
+      if (input.rank == rank) heard = std::max(heard, input.position + 1);
+      if (taker.rank != rank) continue;
+      waiting_[heard] += message_[each.consumer], waiting_[taker.position + 1] -= message_[each.consumer];
+    }
+  }
+  work_ += static_cast<std::int64_t>(waiting_.size() * (1 + peers_[rank].size()));
+  Time now = 0, most = 0, peak = 0;
+  for (Time change : waiting_) most = std::max(most, now += change);
+  for (Time memory : memory_[rank]) peak = std::max(peak, memory);
+  return peak + std::max<Time>(0, most - p_.room[rank]);
+}
+
+// Whether the ranks whose messages may wait longer have room for them.
+bool Annealer::has_room() {
+  if (most_needed_.empty()) return true;
+  for (const Window& each : windows_) {
+    if (need(each.rank) > most_needed_[each.rank]) return false;
+    for (int peer : peers_[each.rank])
+      if (need(peer) > most_needed_[peer]) return false;
+  }
+  return true;
 }
 
 bool Annealer::must_precede(int before, int after) const {
@@ -218,34 +422,66 @@ int Annealer::reach(int rank, int from, int to) const {
   return k;
 }
 
-void Annealer::shift(int rank, int from, int to) {
+void Annealer::rotate(int rank, int from, int to) {
   Row& row = rows_[rank];
   if (to < from) std::rotate(row.begin() + to, row.begin() + from, row.begin() + from + 1);
   else std::rotate(row.begin() + from, row.begin() + from + 1, row.begin() + to + 1);
   refresh(rank, std::min(from, to), std::max(from, to));
 }
 
-void Annealer::toggle(int c, int j) {
-  const int at = c * m_ + j;
-  fused_[at] = !fused_[at];
-  passes_.fuse(p_, at, fused_[at]);
-  refresh(p_.placement[c], timed_[id(kBackward, c, j)].position, timed_[id(kWeight, c, j)].position);
+void Annealer::begin() {
+  done_.clear(), windows_.clear(), changed_.clear();
+  if (spread_) reached_ = first_;
+  toggled_ = -1, reordered_ = false;
+  from_ = kForever, settled_ = 0;
 }
 
-// The passes, as (rank, position), that decide when the rank with the largest span ends.
+// Notes what a move is about to change.
+void Annealer::change(int rank, int low, int high) {
+  const Row& row = rows_[rank];
+  windows_.push_back({rank, low, high});
+  from_ = std::min(from_, start_of(row[low]));
+  settled_ = std::max(settled_, timed_[row[std::min(high + saves_, static_cast<int>(row.size()) - 1)]].end);
+}
+
+void Annealer::shift(int rank, int from, int to) {
+  const Row& row = rows_[rank];
+  change(rank, std::min(from, to), std::max(from, to));
+  if (kind_of(row[from]) != kWeight)
+    for (int k = std::min(from, to); k <= std::max(from, to); k++)
+      reordered_ = reordered_ || (k != from && kind_of(row[k]) != kWeight);
+  rotate(rank, from, to);
+  done_.push_back({rank, from, to});
+}
+
+// Makes one pass of a B and its W, or two.
+void Annealer::fuse(int at) {
+  const Timed &backward = timed_[n_ * m_ + at], &weight = timed_[2 * n_ * m_ + at];
+  for (int k : {backward.position, weight.position}) change(backward.rank, k, k);
+  toggle(at);
+  toggled_ = at;
+}
+
+void Annealer::toggle(int at) {
+  const Timed &backward = timed_[n_ * m_ + at], &weight = timed_[2 * n_ * m_ + at];
+  fused_[at] = !fused_[at];
+  passes_.fuse(p_, at, fused_[at]);
+  refresh(backward.rank, backward.position, weight.position);
+}
+
+// The passes that decide when the rank with the largest span ends.
 void Annealer::critical_path() {
-  int rank = longest();
-  for (int k = static_cast<int>(rows_[rank].size()) - 1; k >= 0;) {
-    critical_.emplace_back(rank, k);
-    const int pass = rows_[rank][k];
-    if (k > 0 && timed_[rows_[rank][k - 1]].end == starts_[rank][k]) {
+  const Row* row = &rows_[longest()];
+  for (int k = static_cast<int>(row->size()) - 1; k >= 0;) {
+    const int pass = (*row)[k];
+    critical_.push_back(pass), on_path_[pass] = true;
+    if (k > 0 && timed_[(*row)[k - 1]].end == start_of(pass)) {
       k--;
       continue;
     }
-    const int input = timed_[pass].input;
-    if (input == p_.passes()) break;
-    rank = timed_[input].rank;
-    k = timed_[input].position;
+    const Timed& input = timed_[timed_[pass].input];
+    if (input.rank == p_.ranks) break;
+    row = &rows_[input.rank], k = input.position;
   }
 }
 
@@ -257,30 +493,24 @@ bool Annealer::fill(Random& random) {
   const int size = static_cast<int>(row.size());
   Time idle = ((span_[rank] - rest_[rank][0]) >> 16) * random.below(1 << 16);
   int gap = 1;
-  while (gap < size && (idle -= starts_[rank][gap] - timed_[row[gap - 1]].end) >= 0) gap++;
+  while (gap < size && (idle -= start_of(row[gap]) - timed_[row[gap - 1]].end) >= 0) gap++;
   if (gap + 1 >= size) return false;
   const int group = group_[row[gap + 1 + random.below(size - gap - 1)]];
   int k = gap;
   while (group_[row[k]] != group) k++;
   const Timed& pass = timed_[row[k]];
-  if (k == gap || timed_[pass.input].end + pass.lag >= starts_[rank][gap] || reach(rank, k, gap) != gap) return false;
-  from_ = starts_[rank][gap];
+  if (k == gap || timed_[pass.input].end + pass.lag >= start_of(row[gap]) || reach(rank, k, gap) != gap) return false;
   shift(rank, k, gap);
-  done_.push_back({rank, k, gap});
   return true;
 }
 
 // Applies a random move; false when there was nothing to move.
 bool Annealer::propose(Random& random, bool may_fuse) {
-  done_.clear();
-  toggled_ = -1;
-  from_ = kForever;
+  begin();
   if (may_fuse && random.percent(10)) {
     const int c = random.below(n_), j = random.below(m_), rank = p_.placement[c];
     const int low = timed_[id(kBackward, c, j)].position, high = timed_[id(kWeight, c, j)].position;
-    toggle(c, j);
-    toggled_ = c * m_ + j;
-    from_ = starts_[rank][low];
+    fuse(c * m_ + j);
     for (int k = low; k <= high; k++)
       if (memory_[rank][k] > p_.limit[rank]) {
         undo();
@@ -293,7 +523,8 @@ bool Annealer::propose(Random& random, bool may_fuse) {
   int rank, k;
   if (critical) {
     if (critical_.empty()) critical_path();
-    std::tie(rank, k) = critical_[random.below(static_cast<int>(critical_.size()))];
+    const Timed& chosen = timed_[critical_[random.below(static_cast<int>(critical_.size()))]];
+    rank = chosen.rank, k = chosen.position;
   } else {
     rank = random.below(p_.ranks);
     k = random.below(static_cast<int>(rows_[rank].size()));
@@ -321,32 +552,24 @@ bool Annealer::propose(Random& random, bool may_fuse) {
               last = static_cast<int>(rows_[owner].size()) - 1;
     const int to = reach(owner, at, later ? std::min(at + distance, last) : std::max(at - distance, 0));
     if (to == at) continue;
-    from_ = std::min(from_, starts_[owner][std::min(at, to)]);
     shift(owner, at, to);
-    done_.push_back({owner, at, to});
   }
   return !done_.empty();
 }
 
 void Annealer::undo() {
+  for (int pass : changed_) timed_[pass].end = timed_[pass].before;
   for (int rank = 0; rank < p_.ranks; rank++)
-    for (int k = first_[rank]; k < reached_[rank]; k++) timed_[rows_[rank][k]].trial_end = timed_[rows_[rank][k]].end;
-  if (toggled_ >= 0) toggle(toggled_ / m_, toggled_ % m_);
-  for (auto each = done_.rbegin(); each != done_.rend(); ++each) shift(each->rank, each->to, each->from);
+    for (int k = first_[rank]; k < reached_[rank]; k++) timed_[rows_[rank][k]].end = timed_[rows_[rank][k]].before;
+  if (toggled_ >= 0) toggle(toggled_);
+  for (auto each = done_.rbegin(); each != done_.rend(); ++each) rotate(each->rank, each->to, each->from);
 }
 
 // The move that another one has proposed for the same orders.
 void Annealer::follow(const Annealer& other) {
-  done_ = other.done_, toggled_ = other.toggled_, from_ = kForever;
-  if (toggled_ >= 0) {
-    const int c = toggled_ / m_, j = toggled_ % m_;
-    from_ = starts_[p_.placement[c]][timed_[id(kBackward, c, j)].position];
-    toggle(c, j);
-  }
-  for (const Shift& each : done_) {
-    from_ = std::min(from_, starts_[each.rank][std::min(each.from, each.to)]);
-    shift(each.rank, each.from, each.to);
-  }
+  begin();
+  if (other.toggled_ >= 0) fuse(other.toggled_);
+  for (const Shift& each : other.done_) shift(each.rank, each.from, each.to);
 }
 
 }  // namespace
@@ -356,7 +579,7 @@ void Annealer::follow(const Annealer& other) {
 Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, const Effort& effort, bool may_fuse) {
   Random random(effort.seed);
   std::vector<Annealer> all;
-  for (const Problem& each : problems) all.emplace_back(each, start, effort.spread);
+  for (const Problem& each : problems) all.emplace_back(each, start, effort.spread, all.empty());
   const int count = static_cast<int>(all.size()), others = count - 1;
   const auto cost = [&] {
     Time sum = 0;
@@ -392,7 +615,7 @@ Ordering anneal(const std::vector<Problem>& problems, const Ordering& start, con
       for (Annealer& each : all) each.commit();
       if (cost() >= best.cost) continue;
       Ordering found = all[0].orders(cost());
-      if (problems[0].forward_message.empty() || fits(problems[0], found)) best = std::move(found);
+      if (problems[0].forward_message.empty() || all[0].within() || fits(problems[0], found)) best = std::move(found);
     }
   return best;
 }

@@ -11,7 +11,7 @@ import pytest
 from tests.support.planner_problems import random_problem
 from zbkern.pipeline import Costs, schedules, simulate
 from zbkern.planning.costs.flat import FlatCosts
-from zbkern.planning.planner import annealing, bounds, list_scheduler, native, pattern_search, portfolio
+from zbkern.planning.planner import annealing, bounds, incumbents, list_scheduler, native, pattern_search, portfolio
 from zbkern.planning.planner.native import Effort
 from zbkern.planning.planner.problem import (
     Ordering,
@@ -147,15 +147,45 @@ def test_annealing_improves_a_poor_start() -> None:
     check(given, found)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_annealing_fills_the_warm_up_of_a_rank_that_has_most_to_do(seed: int) -> None:
-    """Its first backwards come late, and the forwards that it could run until then are far behind in its row."""
-    chunks = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]  # the embedding is with the first, the loss with the last
+def unequal(units: int, limit: float, message: float = 0.0) -> Problem:
+    """The embedding is with the first chunk, the loss with the last."""
+    chunks = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 2]
     times = {"forward": (4.3, 4.7, 8.1), "backward": (5.6, 5.9, 3.3), "weight": (3.5, 3.5, 7.5)}
     memory = {"activation": (0.6, 1.2, 0.7), "held": (0.55, 1.1, 0.6)}
     costs = {name: [each[chunk] for chunk in chunks] for name, each in (times | memory).items()}
-    flat = FlatCosts.of(Costs(**costs, communication=0.4), [*range(8), *reversed(range(8))])
-    given = Problem.build(flat, 24, [24.0] * 8, False)
+    flat = FlatCosts.of(Costs(**costs, communication=0.4, message=message), [*range(8), *reversed(range(8))])
+    return Problem.build(flat, units, [limit] * 8, False)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_annealing_keeps_to_the_room_for_messages(seed: int) -> None:
+    """Orders whose messages have no room mostly lead to others that have none, either."""
+    given = unequal(32, 14.0, message=0.3)
+    best = incumbents.Incumbent(given)
+    while best.orders is None or best.refused:
+        portfolio.best_tried_rules(best, 200_000, ())
+    beside = best.beside(best.orders)
+    assert beside is not None
+    cooling = portfolio.temperatures(given, *portfolio.SETTINGS.finish)
+    found = annealing.anneal(beside, best.orders, Effort(seed, cooling, 4_000_000, spread=0))
+    assert best.beside(found) is not None
+    assert found.cost < 1.112 * bounds.cost_bound(given) < 0.97 * best.orders.cost
+
+
+@pytest.mark.parametrize("kinds", ["forward", "backward", "both"])
+def test_passes_that_take_no_time_do_not_wait_for_each_other(kinds: str) -> None:
+    times = {"forward": 0.0 if kinds != "backward" else 1.0, "backward": 0.0 if kinds != "forward" else 1.0}
+    given = Problem.build(FlatCosts.of(Costs(**times, weight=1.0), [0, 1, 2, 3, 3, 2, 1, 0]), 8, [6.0] * 4, False)
+    found = serial_ordering(given, fuse=False)
+    for seed in range(6):
+        found = annealing.anneal(given, found, Effort(seed, temperatures(given), 300_000, spread=0))
+        assert annealing.measured(given, found) is not None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_annealing_fills_the_warm_up_of_a_rank_that_has_most_to_do(seed: int) -> None:
+    """Its first backwards come late, and the forwards that it could run until then are far behind in its row."""
+    given = unequal(24, 24.0)
     rules = list(list_scheduler.rules_to_try(given))
     start = list_scheduler.list_schedule(given, rules[list_scheduler.best_rules(given, rules, 1)[0][1]])
     effort = Effort(seed, portfolio.temperatures(given, 0.6), 4_000_000, spread=3)

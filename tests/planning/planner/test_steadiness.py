@@ -83,7 +83,7 @@ def test_what_is_proven_optimal_stays_so_and_bears_delays() -> None:
 
 @pytest.mark.skipif(native.core is None, reason="the compiled search core is not built")
 def test_a_round_ends_cold() -> None:
-    problem = problem_of(FlatCosts.of(COSTS, placement_of("plan", "v", 6, 2)[1]), 18, [9.0] * 6, "cost")
+    problem = problem_of(FlatCosts.of(COSTS, placement_of("plan", "v", 6, 2)[1]), 18, [7.0] * 6, "cost")
     hot, cold = (Search(problem, 0) for _ in range(2))
     hot.construct(SETTINGS.rule_passes)
     hot.round(0, SETTINGS.first_round)

@@ -9,6 +9,10 @@ in a V, eight seeds: 2073.9 ms on average instead of 2094.7; the lower bound is 
 largest span of a rank (from its first start to its last end) plus `spread` times the mean span: most moves do not
 change the largest, and the mean alone would rather fill a gap on every rank than end the last pass a little earlier.
 
+Most moves change the times of about a hundred passes: these alone are computed again. The longest way from every pass
+to an end is known, and kept up to date where a move is kept, so that moves that make the largest span longer are mostly
+rejected after a few passes. Moves that leave no room for messages that wait are rejected, too.
+
 Orders that bear delays are found by annealing the same orders at several speeds of the ranks at once: a move is made in
 all of them, and kept where each would keep it.
 

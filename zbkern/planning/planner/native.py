@@ -38,9 +38,10 @@ def check(function: str) -> None:
 class Effort(NamedTuple):
     """How long and how hot a search runs: simulated annealing at one temperature after the other.
 
-    temperatures: in units of time. work: of annealing the passes that it runs again, the same at each temperature (a
-    move counts as 50 besides); of the other searches the moves at each. spread: the weight of the ranks' mean span
-    beside the largest, in annealing and patterns. target: a cost at which to stop, such as a lower bound.
+    temperatures: in units of time. work: of annealing, the same at each temperature: a pass whose times are computed
+    again counts as 6, and a move as 50 besides; of the other searches the moves at each. spread: the weight of the
+    ranks' mean span beside the largest, in annealing and patterns. target: a cost at which to stop, such as a lower
+    bound.
     """
 
     seed: int = 0

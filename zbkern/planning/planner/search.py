@@ -143,8 +143,11 @@ def search_all(searches: Sequence[Search], effort: int, progress: Callable[[str]
         for each in going_on:
             each.round(rounds, first_round * 2**rounds // len(going_on))
         rounds += 1
+        share = _finish_share(searches)
+        for each in going_on if len(going_on) > 1 else ():  # what they come to then tells which of them is the best
+            each.finish(rounds, share / len(going_on))
         best_yet = min(searches, key=lambda each: each.reached)
-        best_yet.finish(rounds, _finish_share(searches))  # after each, so that more are never worse
+        best_yet.finish(rounds, share)  # after each, so that more are never worse
     progress("")
     return rounds
 
