@@ -170,12 +170,30 @@ class Chosen(nn.Module):
         return self.linear(x) * self.weight(scores[..., 0] > 0.5, scores)[..., None]
 
 
+def of_the_first(chosen: Tensor) -> Tensor:
+    """Up to half as many as there are tokens."""
+    return chosen * (chosen.cumsum(1) <= chosen.shape[1] // 2)
+
+
 @pytest.mark.parametrize(
     ("weight", "what"),
     [
         (lambda chosen, scores: chosen * scores[..., 1], None),
         (lambda chosen, scores: scores.amax(-1) + scores.argmax(-1), None),
         (lambda chosen, scores: chosen & (chosen.cumsum(1) <= chosen.shape[1] // 2), "computes"),
+        (lambda chosen, scores: of_the_first((scores[..., 0] * 8).long() == 1), "computes"),
+        (
+            lambda chosen, scores: of_the_first(
+                torch.bucketize(scores[..., 0].contiguous(), torch.tensor([0.5, 0.9])) > 0
+            ),
+            "computes",
+        ),
+        (lambda chosen, scores: of_the_first(scores[..., 0].clone().gt_(0.5)), "computes"),
+        (lambda chosen, scores: of_the_first(torch.gt(input=scores[..., 0], other=0.5)), "computes"),
+        (lambda chosen, scores: of_the_first(torch.ge(scores[..., 0], 0.5, out=torch.empty_like(chosen))), "computes"),
+        (lambda chosen, scores: of_the_first((scores[..., 0] - 0.5).heaviside(scores.new_zeros(()))), "computes"),
+        (lambda chosen, scores: scores[..., 1] * (scores[..., 0] * 8).long(), None),
+        (lambda chosen, scores: scores[..., 1] * scores[..., 0].clone().lt_(0.5), None),
         (lambda chosen, scores: chosen * (chosen.double().cumsum(1) <= chosen.shape[1] // 2), "computes"),
         (lambda chosen, scores: ~chosen & ((~chosen).cumsum(1) <= chosen.shape[1] // 2), "computes"),
         (lambda chosen, scores: scores[..., 0] * (0.5 if bool(chosen.any()) else 1.0), "computes"),

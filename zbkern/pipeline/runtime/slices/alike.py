@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 _CHOICES = {"argmax", "argmin", "max", "min", "topk"}
-_OF_LARGE = {"gt", "ge", "__gt__", "__ge__", "greater", "greater_equal"}  # true where the first number is
+# true where the first number is large; with "_" behind them they write into it
+_OF_LARGE = {"gt", "ge", "__gt__", "__ge__", "greater", "greater_equal", "heaviside"}
 _OF_SMALL = {"lt", "le", "__lt__", "__le__", "less", "less_equal", "logical_not"}
 _COMPARISONS = {*_OF_LARGE, *_OF_SMALL, "eq", "ne", "__eq__", "__ne__", "not_equal", "bool"}
+_INTEGERS = {"long", "int", "short", "to", "type", "bucketize", "searchsorted"}  # of numbers, which say what is chosen
 # of what tokens before have: these are compared with the limit itself
 _SCANS = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 # whose results are numbers that were chosen, or steps; what makes integers or truths of numbers chooses, whatever it is
 _ORDERS = {
     *("sort", "msort", "kthvalue", "quantile", "nanquantile", "median", "nanmedian", "mode", "unique", "histc"),
-    *("unique_consecutive", "masked_select", "where", "round", "floor", "ceil", "trunc", "sign", "sgn", "heaviside"),
+    *("unique_consecutive", "masked_select", "where", "round", "floor", "ceil", "trunc", "sign", "sgn"),
 }
 # what orders or chooses along a dimension: the place of that in a call, and which it is unless it is given
 _ALONG: dict[str, tuple[int, int | None]] = {
@@ -98,17 +100,25 @@ class Alike(TorchFunctionMode):
             self.orders |= self._is_along_tokens(name, args, kwargs)
         if name in _CHOICES:
             result = _with_first(name, result, args, kwargs)
-        elif name in _COMPARISONS and isinstance(result, Tensor) and result.dim() and not result.is_nested:
-            self.compares = self.compares or any(_is_data(each) for each in args)
-            if self._passes is not None and (scanned := self._scanned(args)):
+        elif _compares(name, result):
+            given = [*args, *(value for key, value in kwargs.items() if key != "out")]
+            self.compares = self.compares or any(_is_data(each) for each in given)
+            self.chooses |= self.compares
+            if self._passes is not None and (scanned := self._scanned(given)):
                 self._left -= 1
                 if not self._left:
                     raise _Endless("it compares numbers until they are others")
+                written = "out" in kwargs or any(result is each for each in args)
                 self._noted += [
-                    ("".join(self._running[-1:]), each.detach().clone()) for each in args if self._scanned([each])
+                    ("".join(self._running[-1:]), each.detach().clone())
+                    for each in given
+                    if each is not result and self._scanned([each])
                 ]
-                opposite = _OF_SMALL if self._scanned(args[:1]) else _OF_LARGE
-                return result if any(scanned) else self._passed(result, name not in opposite)
+                opposite = _OF_SMALL if self._scanned(given[:1]) else _OF_LARGE
+                if any(scanned):
+                    return result
+                passed = self._passed(result, name.rstrip("_") not in opposite and name not in opposite)
+                return result.copy_(passed) if written else passed
         if self._passes is not None and name not in _SHAPED and (scanned := self._scanned([*args, *kwargs.values()])):
             for each in result if isinstance(result, tuple | list) else (result,):
                 self.note(each, name in _SCANS or any(scanned))
@@ -149,6 +159,15 @@ class Alike(TorchFunctionMode):
 def _is_any(values: Iterable[Any], is_floating: bool) -> bool:
     """Whether any is a tensor of these numbers, or of others."""
     return any(isinstance(each, Tensor) and each.is_floating_point() == is_floating for each in values)
+
+
+def _compares(name: str, result: Any) -> bool:
+    """Whether a function of this name compares numbers, or makes integers of them, and gives more than one."""
+    if not isinstance(result, Tensor) or result.is_nested or not result.dim():
+        return False
+    if name in _INTEGERS:
+        return not (result.is_floating_point() or result.is_complex())
+    return name in _COMPARISONS or (name.endswith("_") and name[:-1] in _COMPARISONS)
 
 
 def _is_data(value: Any) -> bool:
