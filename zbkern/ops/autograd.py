@@ -72,7 +72,6 @@ class _NoGradContext:
 _anchor = torch.empty(0, requires_grad=True)
 ANCHOR = torch.autograd.graph.get_gradient_edge(_anchor).node
 """The edge of functions without edges to their weights."""
-_nodes_made = torch._C._autograd._get_sequence_nr  # in this thread
 
 
 def _decide(call: OpCall) -> None:
@@ -151,7 +150,7 @@ def weight_gradients(
 
 def _look_for_other_use(parameter: Tensor) -> None:
     """Notes whether autograd accumulates into this parameter, too: the graph has an edge to it from elsewhere."""
-    if will_run(_accumulator(parameter)):
+    if will_run(torch.autograd.graph.get_gradient_edge(parameter).node):
         accumulation.note_part_of_autograd(parameter)
 
 
@@ -159,15 +158,7 @@ def _may_wait(parameter: Tensor) -> bool:
     """True when this backward accumulates into the parameter and no hook expects the gradient there at once."""
     if not parameter.is_leaf or accumulation.has_hooks(parameter):
         return False
-    return will_run(_accumulator(parameter))
-
-
-def _accumulator(parameter: Tensor) -> Any:
-    """The node that accumulates into a leaf. torch makes a view of the leaf for it, which is no part of a forward."""
-    before = _nodes_made()
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    queue.thread.nodes += _nodes_made() - before
-    return node
+    return will_run(torch.autograd.graph.get_gradient_edge(parameter).node)
 
 
 def will_run(node: Any) -> bool:

@@ -416,7 +416,6 @@ class _Thread(threading.local):
         self.stack: list[tuple[tuple[WGradQueue, Hashable] | None, AbstractContextManager[None]]] = []
         self.in_slice = False
         self.in_w = False  # a W runs
-        self.nodes = 0  # of autograd's, made only to look up where a gradient accumulates
         self.give_way: Callable[[], None] | None = None  # of the pass that runs: lets those beside it go on
         self.watch: Callable[[], AbstractContextManager[None]] | None = None  # around waits for collectives
 

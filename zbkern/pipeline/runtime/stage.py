@@ -24,7 +24,7 @@ from zbkern.pipeline.runtime.slices.sliced_batch import LossFn, Target, adds_up
 from zbkern.pipeline.transport.tensors import arrived, remedy_of_dataclass
 from zbkern.schedules.schedule import Schedule
 from zbkern.wgrad import WGradQueue, in_flight
-from zbkern.wgrad.queue import AT_ONCE, thread
+from zbkern.wgrad.queue import AT_ONCE
 
 logger = logging.getLogger("zbkern")
 
@@ -170,9 +170,9 @@ class Stage:
             if pairs:
                 with self.queue.defer(scope), self.losses.during(unit):
                     ends, arrived = zip(*pairs, strict=True)
-                    before = _nodes_made() - thread.nodes
+                    before = _nodes_made() + (len(ends) > 1)  # autograd makes a node for several roots
                     _backward(ends, arrived, *_OF_BACKWARD, allow_unreachable=True, accumulate_grad=True)
-                    self.runs_again = self.runs_again or _nodes_made() - thread.nodes != before
+                    self.runs_again = self.runs_again or _nodes_made() != before
                 if self.splits is None and scope is not AT_ONCE:
                     may_have_run = self.queue.max_bytes is not None
                     is_trained = any(parameter.requires_grad for parameter in self.module.parameters())
