@@ -106,7 +106,8 @@ def has_hooks(parameter: Tensor) -> bool:
 def has_hooks_on_node(parameter: Tensor) -> bool:
     """Whether the node by which autograd accumulates into this leaf has hooks, which a W that waits does not visit.
     torch tells of them where another one is registered."""
-    node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    with torch._C.DisableTorchFunction():  # no weight is read
+        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
     for register in (node.register_hook, node.register_prehook):
         handle = register(print)
         hooks = handle.hooks_dict_ref()

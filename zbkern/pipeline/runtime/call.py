@@ -62,7 +62,7 @@ class Calls:
         timeout: float,
     ) -> None:
         self.state, self.completed, self._steps = "ended", 0, 0
-        self._given: Any = None  # of a step: what says which batch this rank has
+        self._given: tuple[Any, Any, Any] | None = None  # arguments of a step that are to be compared
         self._told: set[str] = set()
         self.timeout = timeout
         self.replicas = Replicas(modules, recorder.queue)
@@ -99,12 +99,11 @@ class Calls:
         elif self.boundary.state == "broken":  # since another Pipeline of these chunks has failed
             with self.running():
                 self.boundary.recover(self.transport, self.timeout)
-        self._given = None
-        if call == "step" and self.transport.size > 1 and not self._steps & (self._steps + 1):  # 1, 2, 4 and so on
+        is_compared = call == "step" and self.transport.size > 1 and not self._steps & (self._steps + 1)  # 1, 2, 4, ...
+        self._given = arguments if is_compared else None
+        if is_compared and self.completed == 0:
             with self.running():
-                self._given = tuple(map(identity, arguments)), (rows_of(arguments[0]), rows_of(arguments[1]))
-                if self._steps == 0:
-                    self.compare_batches()
+                self.compare_batches()
         if wrong is not None:
             self.fail(wrong)
             raise wrong
@@ -127,14 +126,16 @@ class Calls:
 
     def compare_batches(self) -> None:
         """Has rank 0 warn where ranks were given other batches, in the first step and some later ones, as ranks that
-        draw their batches may begin alike; collective. Only the first begins with it: no other waits for all ranks."""
+        draw their batches may begin alike; collective. The first call begins with it, later ones end with it, for it
+        waits for all ranks and for the GPU."""
         if self._given is None:
             return
-        given, self._given = self._given, None
+        arguments, self._given = self._given, None
+        given = tuple(map(identity, arguments)), (rows_of(arguments[0]), rows_of(arguments[1]))
         batches = self.transport.gather(given, self.timeout, "step")
         if self.transport.rank == 0:
             self._told |= check_same_batch([given for given, _ in batches], self._told)
-            if self._steps == 0:
+            if self._steps < 2:
                 schedule = self.loop.schedule
                 inputs, targets = (batches[schedule.placement[end]][1][end] for end in (0, -1))
                 warn_of_single_targets(inputs, targets, schedule.microbatches)
