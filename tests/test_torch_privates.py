@@ -18,7 +18,7 @@ USED = {
     "torch._C.DisableTorchFunctionSubclass": "torch's own way to run an operation inside __torch_function__",
     "torch._C._autograd._enable_record_function": "gloo's sends are in no profile, which ends before they do",
     "torch._C._autograd._get_current_graph_task_keep_graph": "whether backward() may come again: the head then keeps",
-    "torch._C._autograd._get_sequence_nr": "whether a backward made nodes, as a checkpoint does, which runs a forward",
+    "torch._C._autograd._get_sequence_nr": "whether a backward makes more nodes than before: checkpoints may be on",
     "torch._C._autograd._top_saved_tensors_default_hooks": "whether saved tensors go through hooks of someone else's",
     "torch._C._cuda_getCurrentRawStream": "the stream of a launch, without a Python object around it",
     "torch._C._current_autograd_node": "which backward a compiled operator runs in",

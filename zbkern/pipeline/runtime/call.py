@@ -178,6 +178,8 @@ class Calls:
         self.state = "closed" if self.state == "closed" else "failed"
         self.boundary.fail()
         self.loop.reset()
+        for stage in self.loop.stages.values():
+            stage.reruns = None  # not all ranks may have had a first backward; all have the next one
         if error is not None:
             known = isinstance(error, PipelineError)
             self.transport.fail(str(error) if known else f"rank {self.transport.rank}: {described(error)}")

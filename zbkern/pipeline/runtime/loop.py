@@ -19,6 +19,7 @@ from zbkern.pipeline.runtime.measure.recorder import Recorder
 from zbkern.pipeline.runtime.memory.ledger import Ledger
 from zbkern.pipeline.runtime.options import StepOptions
 from zbkern.pipeline.runtime.overlap.passes import Passes
+from zbkern.pipeline.runtime.overlap.reruns import Reruns
 from zbkern.pipeline.runtime.replicas.agreement import number_of
 from zbkern.pipeline.runtime.replicas.data_parallel import Replicas
 from zbkern.pipeline.runtime.slices.sequence_loss import put_together
@@ -158,20 +159,19 @@ class Loop:
         self._arrived = {action: self._input(action) for action in beside.passes}
         ready = [partial(self._take_part, action) for action in beside.passes]
         backwards = [action.chunk for action in beside.passes if action.kind in ("B", "BW")]
-        stages = [self.stages[each.chunk] for each in beside.passes if each.kind == "F" and each.chunk in backwards]
         weights = [action.chunk for action in beside.passes if action.kind == "W"]
-        if self._share_hooks([*backwards, *weights]) or any(stage.runs_again is not False for stage in stages):
+        reruns = [self._reruns(each.chunk) for each in beside.passes if each.kind == "F" and each.chunk in backwards]
+        if self._share_hooks([*backwards, *weights]) or any(each.found is not False for each in reruns):
             for each in ready:
                 each()
             return
         kinds = [action.kind for action in beside.passes]
         self._passes.run(ready, [index for index, kind in enumerate(kinds) if kind == "F"], of_python="R" in kinds)
-        if again := [stage.chunk for stage in stages if stage.runs_again]:
-            raise RuntimeError(
-                f"Pipeline: the backward of chunk {again[0]} ran a part of its forward again (torch.utils.checkpoint), "
-                "as none did before, beside another forward of it; zero the gradients and repeat the step, in which "
-                "such passes run one after the other"
-            )
+
+    def _reruns(self, chunk: int) -> Reruns:
+        stage = self.stages[chunk]
+        stage.reruns = stage.reruns or Reruns(chunk)
+        return stage.reruns
 
     def _share_hooks(self, chunks: Sequence[int]) -> bool:
         """Whether backwards or W of these chunks add to one weight that has hooks."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from zbkern.pipeline.auxiliary_losses import AuxiliaryLosses, Share
 from zbkern.pipeline.runtime.memory.ledger import Key, Ledger
+from zbkern.pipeline.runtime.overlap.reruns import Reruns
 from zbkern.pipeline.runtime.replicas.data_parallel import sharded_roots
 from zbkern.pipeline.runtime.slices.carry import Carries
 from zbkern.pipeline.runtime.slices.probe import Probes
@@ -34,7 +35,6 @@ _NOTHING = nullcontext()  # around what needs no other context
 # What torch.autograd.backward ends with: its checks of a loss and its gradient take a sixth of a tiny B
 _backward = torch.autograd.Variable._execution_engine.run_backward
 _OF_BACKWARD = (False, False, ())  # retain_graph, create_graph, inputs
-_nodes_made = torch._C._autograd._get_sequence_nr  # of graphs, in this thread
 
 
 class Stage:
@@ -53,7 +53,7 @@ class Stage:
         self.losses = AuxiliaryLosses()
         self.probes = Probes(chunk, module)
         self.splits: bool | None = None  # whether its first B left any W behind
-        self.runs_again: bool | None = None  # whether a B has run a part of a forward again, as checkpoints do
+        self.reruns: Reruns | None = None  # of a chunk with an F beside a B
         self._returns_outputs = False  # of the last chunk, whatever the loss
         self._followed = False  # whether a first F has shown where gradients enter
         # inputs, where gradients enter, and what a loss counts for
@@ -168,11 +168,10 @@ class Stage:
         pairs += self.carries.gradients(unit)
         with _NOTHING if self.ledger is None else self.ledger.backward(key):
             if pairs:
-                with self.queue.defer(scope), self.losses.during(unit):
+                watched = _NOTHING if self.reruns is None else self.reruns.around_backward()
+                with self.queue.defer(scope), self.losses.during(unit), watched:
                     ends, arrived = zip(*pairs, strict=True)
-                    before = _nodes_made() + (len(ends) > 1)  # autograd makes a node for several roots
                     _backward(ends, arrived, *_OF_BACKWARD, allow_unreachable=True, accumulate_grad=True)
-                    self.runs_again = self.runs_again or _nodes_made() != before
                 if self.splits is None and scope is not AT_ONCE:
                     may_have_run = self.queue.max_bytes is not None
                     is_trained = any(parameter.requires_grad for parameter in self.module.parameters())

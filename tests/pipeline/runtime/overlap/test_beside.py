@@ -288,17 +288,49 @@ def test_modules_keep_what_belongs_to_a_forward_also_where_a_backward_runs_it_ag
     assert steps_of_one_chunk(nn.Sequential(Keeps(False), Keeps(False)), row)[1] == 3  # but for the first B
 
 
-def test_a_checkpoint_that_comes_later_is_refused_beside_a_forward() -> None:
+def test_a_checkpoint_that_comes_later_is_refused() -> None:
+    """Then, and not in the step after it, which runs them one after the other: what failed has forgotten the first."""
     module = Keeps(False)
-    made = schedule_of("0F0 0B0 0F1 0B1 0W0 0W1", microbatches=2)
-    schedule = Schedule.build(made.actions, [0], 2, beside=[[(1, 3)]])
+    made = schedule_of("0F0 0B0 0F1 0B1 0F2 0B2 0W0 0W1 0W2", microbatches=3)
+    schedule = Schedule.build(made.actions, [0], 3, beside=[[(1, 3), (3, 5)]])
     with one_rank([module], schedule, mse) as pipe:
-        pipe.step(*batch(2))
+        pipe.step(*batch(3))
         module.checkpointed = True
-        with pytest.raises(PipelineError, match="the backward of chunk 0 ran a part of its forward again"):
-            pipe.step(*batch(2))
+        with pytest.raises(PipelineError, match="the backward of chunk 0 runs a part of its forward again"):
+            pipe.step(*batch(3))
         module.zero_grad()
-        pipe.step(*batch(2))  # one after the other
+        pipe.step(*batch(3))  # one after the other
+
+
+class Exchanges(nn.Module):
+    """Its backward calls an autograd function, as torch.distributed.nn's all-to-alls do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Exchange.apply(torch.tanh(self.linear(x)))
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        zbkern.in_flight()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _Exchange.apply(gradient)
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("row", ONE_CHUNK)
+def test_an_autograd_function_in_a_backward_is_no_forward_that_runs_again(row: str, is_split: bool) -> None:
+    module = nn.Sequential(Exchanges(), Exchanges())
+    if is_split:
+        zbkern.convert(module)
+    assert steps_of_one_chunk(module, row)[1] == 3  # but for the first B
 
 
 class InTurns(nn.Module):
@@ -399,16 +431,3 @@ def test_an_all_reduce_in_flight_is_of_one_pass(waits_in_hook: bool, two_ranks: 
         assert all(map(torch.equal, one, other))
         assert all(map(torch.equal, one, first))
         assert all(map(torch.equal, one, second))
-
-
-class TwoOutputs(Noted):
-    def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
-        y = super().forward(x)
-        return (y, x * 1.0) if skip is None else y + skip
-
-
-def test_a_backward_of_several_outputs_is_no_forward_that_runs_again() -> None:
-    modules = [TwoOutputs(str(chunk), []) for chunk in range(2)]
-    with one_rank(modules, schedules.dualpipe_v(1, 3), mse) as pipe:
-        pipe.step([x.requires_grad_() for x in batch()[0]], batch()[1])
-        assert [stage.runs_again for stage in pipe._calls.loop.stages.values()] == [False, False]
