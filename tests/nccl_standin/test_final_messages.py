@@ -71,6 +71,22 @@ def test_a_rank_that_reads_late_hears_the_cause(closes: bool) -> None:
         assert run.run(rank) == ["the cause", "the cause", "" if closes else "the cause"]
 
 
+def test_a_rank_that_has_closed_reads_the_last_message_late() -> None:
+    """That rank 0 has its last message does not say that it has rank 0's."""
+    run = Run(2)
+
+    def rank(transport: Any) -> float:
+        start = run.scheduler.now
+        if transport.rank == 0:
+            fill(transport, 1)
+            wait(run, 0.01)
+        transport.close()
+        return run.scheduler.now - start
+
+    with reading_late(run, {1: 0.1}):
+        assert max(run.run(rank)) < 1, "it was not sent, or forgotten"
+
+
 def test_a_rank_that_ends_when_its_call_raises_has_told_the_others() -> None:
     """Rank 2 is stopped when it has told rank 1; rank 0 can hear the cause from rank 1 alone."""
     run, send = Run(3), GpuTransport._start_send

@@ -104,6 +104,7 @@ class DistributedTransport(Transport):
         self._uninformed = list(self.peers)  # peers that it was not sent to
         self._header_lock = threading.Lock()
         self._sends: queue.SimpleQueue[tuple[int, Works] | None] = queue.SimpleQueue()
+        self._unreachable: set[int] = set()  # peers whose connection has ended
         self._incoming = {peer: Incoming(*self._from(peer), peer, self._carries) for peer in self.peers}
         self._turns = {peer: Turn(self._mailbox) for peer in self.peers}
         self._is_asked_ahead = False  # whether messages must be here before they are asked for
@@ -112,7 +113,7 @@ class DistributedTransport(Transport):
             for peer in self.peers
         }
         self._process = os.getpid()  # a child that it forks inherits the connections, and must say nothing on them
-        arguments = self._sends, self._receivers
+        arguments = self._sends, self._receivers, self._unreachable
         self._sender = threading.Thread(target=self._finish_sends, args=arguments, name="zbkern-send", daemon=True)
 
     def _start_threads(self) -> None:
@@ -248,14 +249,18 @@ class DistributedTransport(Transport):
         return works
 
     def _finish_sends(
-        self, sends: queue.SimpleQueue[tuple[int, Works] | None], receivers: dict[int, threading.Thread]
+        self,
+        sends: queue.SimpleQueue[tuple[int, Works] | None],
+        receivers: dict[int, threading.Thread],
+        unreachable: set[int],
     ) -> None:
         """Thread: frees what gloo has sent as soon as it has left, give or take a pause.
 
         gloo never completes a send that is itself the first to find its peer gone; every later one raises at once. So
         what went through gloo is waited for once another send to that peer has begun. The last one to a peer is kept
-        until that peer has sent its final message, or is gone: gloo forgets what nobody keeps. It is not waited for,
-        since a wait that runs out of time ends the connections to all peers.
+        until that peer has sent its final message, or is gone; then it is waited for, since gloo forgets what nobody
+        keeps, and the peer's last one may be there before this one's is read. For as long as that takes: a wait that
+        runs out of time ends the connections to all peers.
         """
         last: dict[int, Works] = {}  # by peer
         while (message := sends.get()) is not None:
@@ -265,8 +270,10 @@ class DistributedTransport(Transport):
             del message, works
             if sends.empty():
                 time.sleep(_PAUSE)  # waking up for every message took a tenth of a tiny step
-        for peer in last:
+        for peer, works in last.items():
             receivers[peer].join()
+            if peer not in unreachable:
+                self._finish(works)
 
     def _finish(self, works: Works) -> None:
         for work, _ in works:
@@ -303,7 +310,7 @@ class DistributedTransport(Transport):
         """Thread: files everything `peer` sends until it closes or fails. What comes after this rank has closed is
         read and dropped, since the peer's threads wait until it is.
         """
-        incoming, turn = self._incoming[peer], self._turns[peer]
+        incoming, turn, unreachable = self._incoming[peer], self._turns[peer], self._unreachable
         try:
             while True:
                 with turn:
@@ -323,6 +330,8 @@ class DistributedTransport(Transport):
                 self._fail_all(message)
         except Exception as error:
             logger.debug("rank %d: receiving from rank %d: %s", self.rank, peer, error)
+            if isinstance(error, ConnectionLost):
+                unreachable.add(peer)
             if self._outlived():
                 return
             if not isinstance(error, ConnectionLost):  # the peer is there, and this rank has failed
@@ -370,7 +379,7 @@ def _end_threads(receivers: _Threads, sender: threading.Thread, communicators: S
     """At the exit of this process, which would abort if a thread that waits in gloo for its peer woke up while Python
     ends, as it does when the peer exits. One wait for a peer that runs out of time ends all others."""
     for peer, thread in receivers.items():
-        for communicator in communicators if thread.is_alive() else ():
+        for communicator in communicators if thread.is_alive() or sender.is_alive() else ():
             with contextlib.suppress(RuntimeError):
                 communicator.recv([torch.empty(1)], peer, NEVER).wait(_NOW)
     _ended((*receivers.values(), sender), _EXIT)
