@@ -117,7 +117,7 @@ class Alike(TorchFunctionMode):
                 opposite = _OF_SMALL if self._scanned(given[:1]) else _OF_LARGE
                 if any(scanned):
                     return result
-                passed = self._passed(result, name.rstrip("_") not in opposite and name not in opposite)
+                passed = self._passed(result, _not_in_place(name) not in opposite)
                 return result.copy_(passed) if written else passed
         if self._passes is not None and name not in _SHAPED and (scanned := self._scanned([*args, *kwargs.values()])):
             for each in result if isinstance(result, tuple | list) else (result,):
@@ -167,7 +167,12 @@ def _compares(name: str, result: Any) -> bool:
         return False
     if name in _INTEGERS:
         return not (result.is_floating_point() or result.is_complex())
-    return name in _COMPARISONS or (name.endswith("_") and name[:-1] in _COMPARISONS)
+    return _not_in_place(name) in _COMPARISONS
+
+
+def _not_in_place(name: str) -> str:
+    """The function that this one, such as `gt_`, is in place: the same where it is no such."""
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
 def _is_data(value: Any) -> bool:
